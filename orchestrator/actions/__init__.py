@@ -1,0 +1,1 @@
+"""Effects over the nodes: probe, provision, sync, launch, follow, doctor."""

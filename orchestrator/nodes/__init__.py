@@ -1,0 +1,1 @@
+"""Reaching a machine: one seam (`transport.Transport`), over SSH or locally."""

@@ -1,0 +1,1 @@
+"""Pure decisions: specs and facts in, plans out. No I/O."""
