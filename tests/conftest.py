@@ -1,13 +1,45 @@
-"""What all tests share."""
+"""What all tests share: the checkout, the command, and the training stack as `cluster-train provision` makes it."""
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+pytest_plugins = ["plugin_required"]
+
 REPOSITORY = Path(__file__).resolve().parent.parent
+COMMAND = Path(sys.executable).with_name("cluster-train")
+COMMAND_LIMIT_S = 900
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ran:
+    """What a `cluster-train` command did."""
+
+    exit_code: int
+    stdout: str
+    stderr: str
+
+    @property
+    def events(self) -> list[dict[str, Any]]:
+        """The JSON lines of a command that was given --json."""
+        return [json.loads(line) for line in self.stdout.splitlines()]
+
+    @property
+    def result(self) -> dict[str, Any]:
+        """The last event, which is the answer."""
+        return self.events[-1]
+
+
+ClusterTrain = Callable[..., Ran]
 
 
 @pytest.fixture(scope="session")
@@ -16,10 +48,49 @@ def repository() -> Path:
     return REPOSITORY
 
 
+@pytest.fixture
+def cluster_train(tmp_path: Path) -> ClusterTrain:
+    """Runs the installed command as a person would, with records of runs in a directory of this test."""
+
+    def call(*arguments: str | Path, env: Mapping[str, str] | None = None, cwd: Path = REPOSITORY) -> Ran:
+        environment = {**os.environ, "XDG_STATE_HOME": str(tmp_path / "state"), **(env or {})}
+        done = subprocess.run(
+            [COMMAND, *arguments], cwd=cwd, env=environment, capture_output=True, text=True, timeout=COMMAND_LIMIT_S
+        )
+        return Ran(exit_code=done.returncode, stdout=done.stdout, stderr=done.stderr)
+
+    return call
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalStack:
+    """The training stack on this machine; `envs` and `wheelhouse` lie below `root`."""
+
+    root: Path
+    digest: str
+
+    @property
+    def python(self) -> Path:
+        """The environment's interpreter; `mpiexec.hydra` lies beside it."""
+        return self.root / "envs" / self.digest / "bin" / "python"
+
+
 @pytest.fixture(scope="session")
-def training_python() -> Path:
-    """An interpreter with the whole training stack; `mpiexec.hydra` lies beside it."""
+def local_stack() -> LocalStack:
+    """What `cluster-train provision inventories/local.yml` makes, in its usual place, so that a second test run finds it."""
+    done = subprocess.run(
+        [COMMAND, "provision", "inventories/local.yml", "--json"],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=COMMAND_LIMIT_S,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return LocalStack(root=Path.home() / ".cluster-train", digest=json.loads(done.stdout.splitlines()[-1])["stack"])
+
+
+@pytest.fixture(scope="session")
+def training_python(request: pytest.FixtureRequest) -> Path:
+    """An interpreter with the whole training stack; $CLUSTER_TRAIN_TEST_PYTHON names another one for a quick try."""
     chosen = os.environ.get("CLUSTER_TRAIN_TEST_PYTHON")
-    if not chosen:
-        pytest.skip("no training stack: set CLUSTER_TRAIN_TEST_PYTHON, or run `make test`")
-    return Path(chosen)
+    return Path(chosen) if chosen else request.getfixturevalue("local_stack").python

@@ -1,0 +1,115 @@
+"""Our own scripts on the nodes: shipped once per content, then called by their path."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import tarfile
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from orchestrator.errors import CommandError, NodeError
+from orchestrator.nodes.transport import Completed, Transport, check, parse_json, run
+
+COMMAND_TIMEOUT_S = 60
+NOT_SHIPPED = frozenset({"run_qa.py"})  # an example job, not part of the agent
+
+
+@cache
+def sources() -> Path:
+    """The directory `remote/`: beside the package in a checkout, inside it when installed."""
+    package = Path(__file__).resolve().parent.parent
+    for place in (package.parent / "remote", package / "_remote"):
+        if (place / "probe.py").exists():
+            return place
+    raise FileNotFoundError(f"the node scripts are neither beside nor inside {package}: is the installation whole?")
+
+
+@cache
+def digest() -> str:
+    """Names this version of the agent on the nodes."""
+    content = hashlib.sha256()
+    for path in _files():
+        content.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    return content.hexdigest()[:16]
+
+
+def call(
+    transport: Transport,
+    root: str,
+    python: str,
+    script: str,
+    arguments: Sequence[str],
+    *,
+    stdin: bytes = b"",
+    idle_timeout_s: float = COMMAND_TIMEOUT_S,
+) -> dict[str, Any]:
+    """The JSON object that one of our scripts prints on a node; ships the agent first where it is not there yet.
+
+    Raises CommandError when the script fails, NodeError when there is no Python.
+    """
+    argv = command(root, python, script, arguments)
+    completed = run(transport, argv, stdin=stdin, idle_timeout_s=idle_timeout_s)
+    if _is_not_there(completed):
+        ship(transport, root, python)
+        completed = run(transport, argv, stdin=stdin, idle_timeout_s=idle_timeout_s)
+    if completed.exit_code == 1 and completed.stdout.startswith(b'{"error"'):
+        said = parse_json(transport, argv, completed.stdout)["error"]
+        raise CommandError(f"{transport.node}: {said}", node=transport.node, command=script, stderr=completed.stderr)
+    return parse_json(transport, argv, check(transport, argv, completed).stdout)
+
+
+def command(root: str, python: str, script: str, arguments: Sequence[str]) -> list[str]:
+    """The command line of one of our scripts on a node."""
+    return [python, f"{home_relative(root)}/agent/{digest()}/{script}", *arguments]
+
+
+def home_relative(path: str) -> str:
+    """A path that may begin with `~/` as one that works in a command: those start in the home directory."""
+    return path.removeprefix("~/")
+
+
+def ship(transport: Transport, root: str, python: str) -> None:
+    """Put the agent on a node; raises NodeError when the node has no Python, CommandError when it cannot be written."""
+    unpack = (sources() / "unpack.py").read_text()
+    argv = [python, "-c", unpack, f"{home_relative(root)}/agent"]
+    completed = run(transport, argv, stdin=_archive(), idle_timeout_s=COMMAND_TIMEOUT_S)
+    if completed.exit_code == 127:
+        raise NodeError(
+            f"{transport.node}: there is no {python}",
+            node=transport.node,
+            advice="install Python 3.6 or newer there (Debian: apt-get install python3), or name one with `stack.python`",
+        )
+    try:
+        check(transport, [python, "unpack.py", argv[-1]], completed)
+    except CommandError as error:
+        raise CommandError(
+            error.message,
+            node=error.node,
+            stderr=error.stderr,
+            advice=f"is `root: {root}` writable there, and not full?",
+        ) from None
+
+
+def _is_not_there(completed: Completed) -> bool:
+    return completed.exit_code == 127 or (completed.exit_code == 2 and "can't open file" in completed.stderr)
+
+
+def _files() -> list[Path]:
+    return sorted(path for path in sources().glob("*.py") if path.name not in NOT_SHIPPED)
+
+
+def _archive() -> bytes:
+    stream = io.BytesIO()
+    with tarfile.open(fileobj=stream, mode="w") as archive:
+        for path in _files():
+            archive.add(path, arcname=f"{digest()}/{path.name}", filter=_anonymous)
+    return stream.getvalue()
+
+
+def _anonymous(member: tarfile.TarInfo) -> tarfile.TarInfo:
+    member.uid = member.gid = 0
+    member.uname = member.gname = ""
+    return member

@@ -1,0 +1,196 @@
+"""Resolve a stack with pip into a lock, and keep its wheels in the cache of the machine that we run on.
+
+pip is asked, not replaced: its own configuration, certificate authorities, indexes and constraints hold. It resolves for
+the nodes' interpreter and platform, which need not be ours.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+from packaging.utils import canonicalize_name
+
+from orchestrator.errors import ResolveError
+from orchestrator.planning.wheels import INSTALLER, StackRequest, refuse_cuda, requirements_of
+from orchestrator.specs.lock import Lock, LockedWheel, Target
+
+RESOLVE_TIMEOUT_S = 1800
+
+# pip evaluates environment markers for the interpreter it runs on even when told of another (pypa/pip issue 11664), so the
+# target's own marker values are put in their place.
+PIP_FOR_TARGET = """
+import json, sys
+from pip._vendor.packaging import markers
+environment = json.loads(sys.argv.pop(1))
+markers.default_environment = lambda: dict(environment)
+from pip._internal.cli.main import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def cache_dir() -> Path:
+    """Where wheels and locks are kept: $XDG_CACHE_HOME/cluster-train."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "cluster-train"
+
+
+def wheel_path(wheel: LockedWheel) -> Path:
+    """A wheel's place in the cache, by its hash."""
+    return cache_dir() / "wheels" / wheel.sha256 / wheel.filename
+
+
+def lock_for(request: StackRequest, say: Callable[[str], None], *, fetch: bool = True) -> Lock:
+    """The lock that answers a request, with `fetch` its wheels in the cache; resolved anew only when there is none yet.
+
+    Raises ResolveError when there is no solution, a CUDA build was picked, or the indexes cannot be reached.
+    """
+    path = cache_dir() / "locks" / f"{request.digest}.json"
+    lock = _stored(path)
+    if lock is None:
+        say(f"resolving {len(request.choice.requirements)} requirements for {request.target.label}")
+        lock = _resolve(request)
+    missing = [wheel for wheel in lock.all_wheels if not wheel_path(wheel).exists()]
+    if missing and fetch:
+        say(f"fetching {len(missing)} wheels")
+        _fetch(request, missing)
+    if not path.exists():
+        _write(path, json.dumps(lock.to_json(), indent=1))
+    return lock
+
+
+def _stored(path: Path) -> Lock | None:
+    try:
+        return Lock.from_json(json.loads(path.read_text()))
+    except (OSError, ValueError, KeyError, TypeError):
+        return None  # none yet, or of another version: it is resolved anew
+
+
+def _resolve(request: StackRequest) -> Lock:
+    with tempfile.TemporaryDirectory(prefix="cluster-train-") as scratch:
+        report = Path(scratch) / "report.json"
+        arguments = ["install", "--dry-run", "--ignore-installed", "--report", str(report), "--target", scratch]
+        _pip(request, [*arguments, *requirements_of(request)])
+        items = json.loads(report.read_text())["install"]
+    wheels = tuple(sorted((_locked(item) for item in items), key=lambda wheel: wheel.name))
+    refuse_cuda(wheels)
+    return Lock(
+        requirements=request.choice.requirements,
+        target=request.target.label,
+        wheels=tuple(wheel for wheel in wheels if wheel.name != INSTALLER),
+        installer=next((wheel for wheel in wheels if wheel.name == INSTALLER), None),
+    )
+
+
+def _locked(item: Mapping[str, Any]) -> LockedWheel:
+    url: str = item["download_info"]["url"]
+    metadata = item["metadata"]
+    return LockedWheel(
+        name=canonicalize_name(metadata["name"]),
+        version=metadata["version"],
+        filename=_filename(url),
+        sha256=item["download_info"].get("archive_info", {}).get("hashes", {}).get("sha256") or _hash_of_url(url),
+        source=re.sub(r"//[^/@]*@", "//", url),
+    )
+
+
+def _filename(url: str) -> str:
+    return unquote(urlsplit(url).path.rsplit("/", 1)[-1])
+
+
+def _hash_of_url(url: str) -> str:
+    """A `find_links` directory gives no hash: the file is at hand and is read."""
+    parts = urlsplit(url)
+    if parts.scheme != "file":
+        raise ResolveError(
+            f"the index gives no SHA-256 for {url}", advice="download it into a directory and name that in `find_links`"
+        )
+    return sha256_of(Path(unquote(parts.path)))
+
+
+def sha256_of(path: Path) -> str:
+    """The SHA-256 of a file's content, in hex."""
+    with path.open("rb") as content:
+        return hashlib.file_digest(content, "sha256").hexdigest() if sys.version_info >= (3, 11) else _digest(content)
+
+
+def _digest(content: Any) -> str:
+    digest = hashlib.sha256()
+    for block in iter(lambda: content.read(1 << 20), b""):
+        digest.update(block)
+    return digest.hexdigest()
+
+
+def _fetch(request: StackRequest, wheels: Iterable[LockedWheel]) -> None:
+    """Bring wheels into the cache, each checked against its hash by pip and moved to its place when whole."""
+    wheels = list(wheels)
+    root = cache_dir() / "wheels"
+    root.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=root, prefix=".fetch-") as scratch:
+        pins = Path(scratch) / "requirements.txt"
+        pins.write_text("".join(f"{w.name}=={w.version} --hash=sha256:{w.sha256}\n" for w in wheels))
+        downloads = Path(scratch) / "downloads"
+        _pip(request, ["download", "--no-deps", "--dest", str(downloads), "--require-hashes", "-r", str(pins)])
+        for wheel in wheels:
+            place = wheel_path(wheel)
+            place.parent.mkdir(exist_ok=True)
+            (downloads / wheel.filename).replace(place)
+
+
+def _pip(request: StackRequest, arguments: list[str]) -> None:
+    """Run pip for the request's target; raises ResolveError with what pip said."""
+    command = [
+        *[sys.executable, "-c", PIP_FOR_TARGET, json.dumps(dict(request.target.markers))],
+        *[arguments[0], "--quiet", "--no-input", "--disable-pip-version-check", "--only-binary", ":all:"],
+        *_target_options(request.target),
+        *[
+            word
+            for place in request.find_links
+            for word in ("--find-links", str(Path(place).expanduser()) if "://" not in place else place)
+        ],
+        *[word for index in request.extra_index for word in ("--extra-index-url", index)],
+        *arguments[1:],
+    ]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=RESOLVE_TIMEOUT_S, stdin=subprocess.DEVNULL)
+    except subprocess.TimeoutExpired:
+        raise ResolveError(
+            f"pip found no answer in {RESOLVE_TIMEOUT_S} s",
+            advice="can this machine reach its package index? `find_links` needs none",
+        ) from None
+    if done.returncode != 0:
+        raise _explained(done.stderr)
+
+
+def _target_options(target: Target) -> list[str]:
+    version = target.python_version.replace(".", "")
+    options = ["--python-version", target.python_version, "--implementation", target.implementation]
+    options += ["--abi", f"cp{version}", "--abi", "abi3", "--abi", "none"]
+    return options + [word for platform in target.platforms for word in ("--platform", platform)]
+
+
+def _explained(stderr: str) -> ResolveError:
+    """pip's refusal as an error: its own words, less its noise, and what to do."""
+    said = [line for line in stderr.splitlines() if line.strip() and not line.startswith(("WARNING: Location", "[notice]"))]
+    errors = [line for line in said if line.startswith("ERROR:")] or said[-5:]
+    unreachable = any(word in stderr for word in ("Max retries exceeded", "Failed to establish", "Name or service not known"))
+    if unreachable:
+        advice = "an index cannot be reached from here: put the wheels into a directory and name it in `stack.find_links`"
+    else:
+        advice = "relax or correct the versions in the inventory's `stack`; only wheels are taken, never source packages"
+    return ResolveError("pip found no set of wheels:\n    " + "\n    ".join(errors[:12]), advice=advice)
+
+
+def _write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix(f".{os.getpid()}.part")
+    temporary.write_text(text)
+    temporary.replace(path)

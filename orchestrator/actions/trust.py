@@ -1,0 +1,53 @@
+"""SSH from the head to the other nodes: which private key it uses, and that the others accept it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+
+from orchestrator.actions import agent
+from orchestrator.nodes.fleet import Fleet
+from orchestrator.nodes.transport import Transport
+from orchestrator.specs.events import Emit, Step
+from orchestrator.specs.facts import NodeFacts
+from orchestrator.specs.inventory import Inventory
+from orchestrator.specs.run import Endpoint
+
+
+def planned_identity(fleet: Fleet, inventory: Inventory, nodes: Sequence[NodeFacts]) -> str | None:
+    """The private key file that the head uses for the other nodes; None leaves it to the head's SSH defaults and agent.
+
+    Where we sit on the head ourselves, what reached the nodes just now is used again. Else the head has a key of its own.
+    """
+    if len(nodes) == 1:
+        return None
+    if fleet.head.is_local:
+        return str(Path(inventory.ssh.key).expanduser().resolve()) if inventory.ssh.key else None
+    return f"{nodes[0].root}/ssh/id_ed25519"
+
+
+def authorize_head(fleet: Fleet, nodes: Sequence[NodeFacts], endpoints: Sequence[Endpoint], emit: Emit) -> None:
+    """Let the head in on the other nodes, where it is not us: with a key made there, accepted from its address only.
+
+    No private key ever travels. Nodes that accept it already are left alone.
+    """
+    if len(nodes) == 1 or fleet.head.is_local:
+        return
+    head, address = nodes[0], endpoints[0].address
+    public = head.cluster_key or _make_key(fleet.head, head)
+    comment = f"cluster-train:{hashlib.sha256(public.encode()).hexdigest()[:16]}:{address}"
+    lacking = {node.name: node for node in nodes[1:] if comment not in node.authorized}
+
+    def allow(transport: Transport) -> None:
+        node = lacking[transport.node]
+        arguments = ["allow", comment, address]
+        agent.call(transport, node.root, node.python.executable, "authorize.py", arguments, stdin=public.encode())
+        emit(Step(node=node.name, text=f"accepts the cluster's key from {head.name} ({address})"))
+
+    fleet.each(allow, lacking)
+
+
+def _make_key(transport: Transport, head: NodeFacts) -> str:
+    made = agent.call(transport, head.root, head.python.executable, "authorize.py", ["key", head.root])
+    return str(made["public"])

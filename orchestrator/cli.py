@@ -1,0 +1,373 @@
+"""The command line. The only module that exits.
+
+Exit codes: 0 ok, 1 the job failed, 2 usage or inventory, 3 a node cannot be reached or trusted, 4 provisioning failed,
+5 preflight refused, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import click
+
+from orchestrator import __version__, engine
+from orchestrator.actions.inventory_file import load_inventory
+from orchestrator.console import Console
+from orchestrator.errors import ClusterTrainError, Interrupted, InventoryError
+from orchestrator.planning.launch import LaunchPlan
+from orchestrator.planning.script import by_hand, mpirun_line, placement_table
+from orchestrator.planning.tables import table
+from orchestrator.specs.events import Result
+from orchestrator.specs.inventory import Inventory, apply_overrides, is_secret_name
+
+DEFAULT_INVENTORY = "inventories/lab.yml"
+SCRIPT_KEY = "cluster_train.script"
+
+
+class ScriptCommand(click.Command):
+    """A command that takes everything after `--` as the training script and its arguments, untouched."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        if "--" in args:
+            split = args.index("--")
+            ctx.meta[SCRIPT_KEY] = args[split + 1 :]
+            args = args[:split]
+        return super().parse_args(ctx, args)
+
+    def collect_usage_pieces(self, ctx: click.Context) -> list[str]:
+        return [*super().collect_usage_pieces(ctx), "[-- SCRIPT ARGS...]"]
+
+
+inventory_argument = click.argument(
+    "inventory_file", metavar="[INVENTORY]", envvar="CLUSTER_TRAIN_INVENTORY", default=DEFAULT_INVENTORY
+)
+json_option = click.option("--json", "as_json", is_flag=True, help="JSON on stdout: one object per line, the last is the result.")
+run_option = click.option("--run", "run_id", metavar="ID", help="Which run (default: the newest).")
+log_dir_option = click.option(
+    "--log-dir", metavar="DIR", help="Where records of runs are kept (default: $XDG_STATE_HOME/cluster-train/runs)."
+)
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.version_option(__version__, prog_name="cluster-train")
+def cli() -> None:
+    """Train a PyTorch model on several CPU machines over SSH.
+
+    Write an inventory (see inventories/lab.yml, or let `cluster-train init HOST...` write one), then:
+
+    \b
+        cluster-train up inventories/lab.yml
+        cluster-train up inventories/lab.yml -- train.py --epochs 3
+
+    INVENTORY is a YAML file or a plain MPI hostfile; without one, $CLUSTER_TRAIN_INVENTORY, then inventories/lab.yml.
+    """
+
+
+@cli.command(cls=ScriptCommand)
+@inventory_argument
+@click.option(
+    "--dry-run",
+    is_flag=True,
+    help="Print the hostfile, each rank's environment and cores, and the mpirun line; start nothing.",
+)
+@click.option("--detach", is_flag=True, help="Return once the run has started; it goes on by itself.")
+@log_dir_option
+@json_option
+@click.pass_context
+def up(ctx: click.Context, inventory_file: str, dry_run: bool, detach: bool, log_dir: str | None, as_json: bool) -> None:
+    """Make the nodes ready, start the training on all of them, and stream every rank's log.
+
+    A second `up` finds nothing to install and starts at once. Ctrl-C stops the run on every node; a second Ctrl-C ends it
+    without waiting. Losing the connection does not stop it: `cluster-train logs -f` picks it up again.
+    """
+    console = Console(as_json=as_json)
+    inventory = _inventory(ctx, inventory_file, console)
+    if dry_run:
+        console.emit(_dry_run_result(inventory, engine.dry_run(inventory, console.emit)))
+        return
+    outcome = engine.up(inventory, console.emit, detach=detach, log_dir=log_dir)
+    if outcome is not None:
+        _finish(ctx, outcome, console)
+
+
+@cli.command(cls=ScriptCommand)
+@inventory_argument
+@click.option("--check", is_flag=True, help="Only report which nodes have the environment; exit 4 if any lacks it.")
+@json_option
+@click.pass_context
+def provision(ctx: click.Context, inventory_file: str, check: bool, as_json: bool) -> None:
+    """Bring every node to the same environment, and the job's files onto it.
+
+    The wheels are resolved once, here, with your own pip configuration, and carried to the nodes: those need no internet, no
+    pip and no root. An environment is named by a digest of what is in it and never changed.
+    """
+    console = Console(as_json=as_json)
+    inventory = _inventory(ctx, inventory_file, console)
+    if check:
+        found = engine.check(inventory, console.emit)
+        rows = [
+            ("node", "environment"),
+            *((node, "as it should be" if good else "MISSING") for node, good in found.items()),
+        ]
+        console.emit(Result(document={"nodes": found}, text=table(rows)))
+        ctx.exit(0 if all(found.values()) else 4)
+    done = engine.prepare(inventory, console.emit)
+    where = ", ".join(done.installed_on) or "nowhere: every node had it"
+    document = {"stack": done.lock.digest, "installed_on": list(done.installed_on), "versions": done.lock.versions}
+    console.emit(Result(document=document, text=f"stack {done.lock.digest}, installed on {where}"))
+
+
+@cli.command()
+@inventory_argument
+@run_option
+@json_option
+@click.pass_context
+def status(ctx: click.Context, inventory_file: str, run_id: str | None, as_json: bool) -> None:
+    """Show a run's state, and every rank's."""
+    console = Console(as_json=as_json)
+    found = engine.status(_inventory(ctx, inventory_file, console), run_id)
+    console.emit(Result(document=found, text=_status_text(found)))
+
+
+@cli.command()
+@inventory_argument
+@run_option
+@click.option("-f", "--follow", is_flag=True, help="Go on until the run ends.")
+@click.option("--rank", "ranks", type=click.IntRange(min=0), multiple=True, help="Only this rank (may be repeated).")
+@log_dir_option
+@json_option
+@click.pass_context
+def logs(
+    ctx: click.Context,
+    inventory_file: str,
+    run_id: str | None,
+    follow: bool,
+    ranks: tuple[int, ...],
+    log_dir: str | None,
+    as_json: bool,
+) -> None:
+    """Show the output of a run's ranks, from the beginning."""
+    console = Console(as_json=as_json)
+    inventory = _inventory(ctx, inventory_file, console)
+    try:
+        outcome = engine.logs(inventory, run_id, console.emit, follow=follow, ranks=ranks or None, log_dir=log_dir)
+    except KeyboardInterrupt:
+        raise Interrupted("no longer following; the run goes on", advice="cluster-train stop   ends it") from None
+    if follow and outcome is not None:
+        _finish(ctx, outcome, console)
+
+
+@cli.command()
+@inventory_argument
+@run_option
+@json_option
+@click.pass_context
+def stop(ctx: click.Context, inventory_file: str, run_id: str | None, as_json: bool) -> None:
+    """End a run on every node: SIGTERM to the ranks, SIGKILL after job.grace_s, then a look at what is left."""
+    console = Console(as_json=as_json)
+    final = engine.stop(_inventory(ctx, inventory_file, console), run_id, console.emit)
+    console.emit(Result(document=final, text=f"run {final['run_id']}: {final['state']}"))
+
+
+@cli.command()
+@inventory_argument
+@click.option("--local", is_flag=True, help="Only the records that are kept on this machine; asks no node.")
+@click.option("--limit", default=20, show_default=True, type=click.IntRange(min=1), help="How many.")
+@log_dir_option
+@json_option
+@click.pass_context
+def runs(ctx: click.Context, inventory_file: str, local: bool, limit: int, log_dir: str | None, as_json: bool) -> None:
+    """List the runs of a cluster, newest first."""
+    console = Console(as_json=as_json)
+    if local:
+        found = [{**run, **(run["status"] or {"state": "unknown"})} for run in engine.local_runs(log_dir)[:limit]]
+    else:
+        found = engine.runs(_inventory(ctx, inventory_file, console), limit)
+    console.emit(Result(document={"runs": found}, text=_runs_text(found)))
+
+
+@cli.command()
+@inventory_argument
+@json_option
+@click.pass_context
+def doctor(ctx: click.Context, inventory_file: str, as_json: bool) -> None:
+    """Look for what would make `up` fail or crawl, node by node; exit 5 if anything would make it fail."""
+    console = Console(as_json=as_json)
+    found = engine.doctor(_inventory(ctx, inventory_file, console), console.emit)
+    rows = [("", "node", "finding", "evidence", "remedy")]
+    rows += [(finding.severity, finding.node, finding.what, finding.evidence, finding.remedy) for finding in found]
+    text = table(rows) if found else "nothing found: `cluster-train up` should work"
+    console.emit(Result(document={"findings": [asdict(finding) for finding in found]}, text=text))
+    ctx.exit(5 if any(finding.severity == "error" for finding in found) else 0)
+
+
+@cli.command()
+@click.argument("hosts", nargs=-1, required=True, metavar="HOST...")
+@click.option("-o", "--output", default=DEFAULT_INVENTORY, show_default=True, help="The file to write; never overwritten.")
+@click.option("--user", help="Login name on the hosts.")
+@click.option("--key", help="Private key file.")
+@click.option("--port", type=click.IntRange(1, 65535), help="Port of sshd.")
+@json_option
+def init(hosts: tuple[str, ...], output: str, user: str | None, key: str | None, port: int | None, as_json: bool) -> None:
+    """Look at machines and write an inventory for them. A HOST is an address, or user@address:port; node0 comes first."""
+    console = Console(as_json=as_json)
+    path = Path(output)
+    if path.exists():
+        raise InventoryError(f"{path} exists already", advice="name another file with --output")
+    text = engine.init(hosts, {"user": user, "key": key, "port": port}, console.emit)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    console.emit(Result(document={"inventory": str(path)}, text=f"wrote {path}; next: cluster-train up {path} -- train.py"))
+
+
+@cli.command()
+@inventory_argument
+@click.option("--yes", is_flag=True, help="Do not ask.")
+@json_option
+@click.pass_context
+def teardown(ctx: click.Context, inventory_file: str, yes: bool, as_json: bool) -> None:
+    """Remove from the nodes all that was put there: environments, wheels, jobs, runs with their logs, and keys."""
+    console = Console(as_json=as_json)
+    inventory = _inventory(ctx, inventory_file, console)
+    if not yes:
+        names = ", ".join(node.name for node in inventory.nodes)
+        click.confirm(f"Remove everything below {inventory.root} on {names}?", abort=True, err=True)
+    removed = engine.teardown(inventory, console.emit)
+    console.emit(Result(document={"removed": removed}, text="nothing of cluster-train is left on the nodes"))
+
+
+def main() -> None:
+    """Entry point: every error of ours is told with its advice and ends with the exit code of its kind."""
+    sys.exit(_run(cli))
+
+
+def _run(command: Callable[..., Any]) -> int:
+    console = Console(as_json="--json" in sys.argv[1:])
+    try:
+        code = command(standalone_mode=False)
+        return code if isinstance(code, int) else 0
+    except click.exceptions.Exit as finished:
+        return finished.exit_code
+    except click.ClickException as error:
+        error.show()
+        return error.exit_code
+    except (click.Abort, KeyboardInterrupt):
+        console.error(Interrupted("interrupted"))
+        return Interrupted.exit_code
+    except ClusterTrainError as error:
+        console.error(error)
+        return error.exit_code
+
+
+def _inventory(ctx: click.Context, path: str, console: Console) -> Inventory:
+    """The inventory with the command line's script in it; its secrets are hidden from then on."""
+    inventory = load_inventory(path)
+    script = ctx.meta.get(SCRIPT_KEY, [])
+    inventory = apply_overrides(inventory, script=script[0] if script else None, args=script[1:])
+    console.hide(inventory.secrets)
+    return inventory
+
+
+def _finish(ctx: click.Context, outcome: engine.Outcome, console: Console) -> None:
+    """Show how a run ended, and exit with 1 unless it went well."""
+    verdict = outcome.verdict
+    lines = [f"run {outcome.run_id} {verdict.state}: {verdict.summary}", f"record: {outcome.record}"]
+    if outcome.tail and verdict.state == "failed":
+        lines[1:1] = [f"last lines of rank {verdict.rank}:", *(f"    {line}" for line in outcome.tail)]
+    document = {
+        "run_id": outcome.run_id,
+        **verdict.to_json(),
+        "record": str(outcome.record),
+        "tail": list(outcome.tail) if verdict.state == "failed" else [],
+    }
+    console.emit(Result(document=document, text="\n".join(lines)))
+    ctx.exit(0 if verdict.state == "succeeded" else 1)
+
+
+def _dry_run_result(inventory: Inventory, plan: LaunchPlan) -> Result:
+    secret_names = [name for name in inventory.job.env if is_secret_name(name) or inventory.job.env[name] in inventory.secrets]
+    script = by_hand(plan, secret_names)
+    text = [
+        *(f"note: {note}" for note in plan.translation.notes),
+        "# hostfile",
+        plan.command.hostfile.rstrip(),
+        "",
+        "# ranks",
+        placement_table(plan),
+        "",
+        "# environment of all ranks",
+        *(f"{name}={value}" for name, value in plan.document["env"].items()),
+        "",
+        "# mpirun",
+        mpirun_line(plan),
+        "",
+        f"# the same by hand, on {plan.nodes[0]} after `cluster-train provision`; ranks log into {plan.run_dir}",
+        script,
+    ]
+    document = {
+        "hostfile": plan.command.hostfile,
+        "mpirun": list(plan.command.argv),
+        "mpirun_env": dict(plan.command.env),
+        "env": plan.document["env"],
+        "ranks": plan.document["ranks"],
+        "argv": plan.document["argv"],
+        "notes": list(plan.translation.notes),
+        "network": plan.network.reason,
+        "script": script,
+    }
+    return Result(document=document, text="\n".join(text))
+
+
+def _status_text(found: Mapping[str, Any]) -> str:
+    verdict = found.get("verdict")
+    lines = [f"run {found['run_id']}: {found['state']}" + (f": {verdict['summary']}" if verdict else "")]
+    lines.append(f"since {_when(found['started_unix_s'])}, {_duration(found)}, script {found['label'].get('script')}")
+    rows = [("rank", "node", "state", "pid", "max memory", "CPU time")]
+    rows += [_rank_row(rank) for rank in found["ranks"]]
+    return "\n".join([*lines, table(rows)])
+
+
+def _rank_row(rank: Mapping[str, Any]) -> tuple[str, str, str, str, str, str]:
+    ended = rank.get("exit")
+    if not ended:
+        return str(rank["rank"]), rank["node"], "running", str(rank["child"]["pid"]), "", ""
+    state = f"killed by {ended['signal']}" if ended["signal"] else f"exit code {ended['exit_code']}"
+    memory, seconds = ended.get("max_rss_bytes"), ended.get("cpu_s")
+    return (
+        str(rank["rank"]),
+        rank["node"],
+        state + (" (stopped)" if ended["stopped"] else ""),
+        "",
+        f"{memory / 1e6:.0f} MB" if memory else "",
+        f"{seconds:.1f} s" if seconds is not None else "",
+    )
+
+
+def _runs_text(found: list[dict[str, Any]]) -> str:
+    rows = [("run", "state", "since", "duration", "script")]
+    rows += [
+        (
+            run["run_id"],
+            run["state"],
+            _when(run["started_unix_s"]),
+            _duration(run),
+            str(run.get("label", run).get("script")),
+        )
+        for run in found
+    ]
+    return table(rows) if found else "no runs yet"
+
+
+def _when(unix_s: float) -> str:
+    return datetime.fromtimestamp(unix_s).strftime("%Y-%m-%d %H:%M:%S")
+
+
+def _duration(run: Mapping[str, Any]) -> str:
+    seconds = (run.get("ended_unix_s") or time.time()) - run["started_unix_s"]
+    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"

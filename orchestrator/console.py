@@ -1,0 +1,151 @@
+"""Events as text for a terminal or a file, or as JSON lines. The only module that prints.
+
+Logs and answers go to stdout; what is being done, and what is worth knowing, goes to stderr.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Collection
+from dataclasses import asdict
+from typing import TextIO
+
+import click
+
+from orchestrator.errors import ClusterTrainError, FleetError
+from orchestrator.specs.events import Event, LogText, Notice, Result, Step, Transfer
+
+RANK_COLORS = ("cyan", "green", "magenta", "yellow", "blue", "bright_cyan", "bright_green", "bright_magenta")
+TRANSIENT_EVERY_S = 1.0
+TRANSFER_EVERY_S = 2.0
+CLEAR_LINE = "\r\x1b[K"
+
+
+class Console:
+    """Shows events as they come, from any thread.
+
+    Args:
+        as_json: one JSON object per line on stdout, nothing else.
+        secrets: values that are shown as *** wherever they occur.
+    """
+
+    def __init__(self, *, as_json: bool = False, secrets: Collection[str] = ()) -> None:
+        self._as_json = as_json
+        self._secrets = sorted(secrets, key=len, reverse=True)
+        self._lock = threading.Lock()
+        self._color = "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
+        self._live = sys.stdout.isatty()
+        self._has_live_line = False
+        self._last_shown: dict[object, float] = {}
+
+    def hide(self, secrets: Collection[str]) -> None:
+        """Add values that must not be shown."""
+        self._secrets = sorted({*self._secrets, *secrets}, key=len, reverse=True)
+
+    def emit(self, event: Event) -> None:
+        """Show one event."""
+        with self._lock:
+            if self._as_json:
+                self._emit_json(event)
+            elif isinstance(event, LogText):
+                self._log(event)
+            elif isinstance(event, Transfer):
+                self._transfer(event)
+            elif isinstance(event, Result):
+                self._line(event.text, sys.stdout)
+            elif isinstance(event, Notice):
+                self._line(self._styled("note: ", sys.stderr, fg="yellow") + event.text, sys.stderr)
+            elif isinstance(event, Step):
+                prefix = self._styled(f"[{event.node}] ", sys.stderr, bold=True) if event.node else ""
+                self._line(prefix + event.text, sys.stderr)
+
+    def error(self, error: ClusterTrainError) -> None:
+        """Show an error with its advice."""
+        with self._lock:
+            if self._as_json:
+                print(self._masked(json.dumps(_error_document(error))), flush=True)
+                return
+            self._line(self._styled("error: ", sys.stderr, fg="red", bold=True) + error.message, sys.stderr)
+            for line in error.advice.splitlines():
+                self._line(self._styled("   do: ", sys.stderr, fg="green") + line, sys.stderr)
+
+    def _emit_json(self, event: Event) -> None:
+        if isinstance(event, Result):
+            document = {"event": "result", **event.document}
+        else:
+            document = {"event": type(event).__name__.lower(), **asdict(event)}
+        if isinstance(event, Transfer) and not self._is_due(("transfer", event.node), TRANSFER_EVERY_S):
+            return
+        print(self._masked(json.dumps(document)), flush=True)
+
+    def _log(self, event: LogText) -> None:
+        who = f"{event.node} r{event.rank}" if event.rank is not None else f"{event.node} mpirun"
+        color = RANK_COLORS[event.rank % len(RANK_COLORS)] if event.rank is not None else "red"
+        line = self._styled(f"[{who}]", sys.stdout, fg=color) + " " + event.text
+        if not event.transient:
+            self._line(line, sys.stdout)
+        elif event.text.strip():
+            self._transient(line, (who, event.stream))
+
+    def _transient(self, line: str, key: object) -> None:
+        """A progress bar: in place on a terminal, now and then elsewhere."""
+        if self._live:
+            sys.stdout.write(CLEAR_LINE + self._masked(line))
+            sys.stdout.flush()
+            self._has_live_line = True
+        elif self._is_due(key, TRANSIENT_EVERY_S):
+            self._line(line, sys.stdout)
+
+    def _transfer(self, event: Transfer) -> None:
+        done = event.sent_bytes >= event.total_bytes
+        if not done and not self._is_due(("transfer", event.node), 0.2 if self._live else TRANSFER_EVERY_S):
+            return
+        percent = 100 * event.sent_bytes // max(1, event.total_bytes)
+        text = f"[{event.node}] {event.what} {event.sent_bytes / 1e6:.0f} of {event.total_bytes / 1e6:.0f} MB ({percent} %)"
+        if self._live:
+            sys.stderr.write(CLEAR_LINE + text)
+            sys.stderr.flush()
+            self._has_live_line = True
+        elif not done:
+            self._line(text, sys.stderr)
+
+    def _line(self, text: str, stream: TextIO) -> None:
+        if self._has_live_line:
+            sys.stdout.write(CLEAR_LINE)
+            sys.stdout.flush()
+            self._has_live_line = False
+        print(self._masked(text), file=stream, flush=True)
+
+    def _is_due(self, key: object, every_s: float) -> bool:
+        now = time.monotonic()
+        if now - self._last_shown.get(key, -every_s) < every_s:
+            return False
+        self._last_shown[key] = now
+        return True
+
+    def _styled(self, text: str, stream: TextIO, *, fg: str | None = None, bold: bool | None = None) -> str:
+        if not (self._color and stream.isatty()):
+            return text
+        return click.style(text, fg=fg, bold=bold)
+
+    def _masked(self, text: str) -> str:
+        for secret in self._secrets:
+            text = text.replace(secret, "***")
+        return text
+
+
+def _error_document(error: ClusterTrainError) -> dict[str, object]:
+    document: dict[str, object] = {
+        "event": "error",
+        "kind": type(error).__name__,
+        "message": error.message,
+        "advice": error.advice,
+        "exit_code": error.exit_code,
+    }
+    if isinstance(error, FleetError):
+        document["nodes"] = {node: failure.message for node, failure in error.failures.items()}
+    return document

@@ -1,0 +1,215 @@
+"""A node over SSH: Fabric's Connection for everything up to the login, Paramiko's channels for bytes.
+
+The only module that imports fabric. Channels are read as bytes: Fabric's own `run` decodes output by chunks, which
+breaks characters on their borders, and neither quotes the environment that it is given.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import shlex
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import fabric
+import paramiko
+
+from orchestrator.errors import AuthenticationError, HostKeyError, NodeError, UnreachableError
+from orchestrator.nodes.transport import CHUNK_BYTES
+from orchestrator.specs.inventory import Login, SshOptions
+
+KEEPALIVE_S = 15
+CHANNEL_TIMEOUT_S = 20
+WRITE_TIMEOUT_S = 60
+WINDOW_BYTES = 1 << 24  # the default of 2 MiB holds a fast link back
+
+
+class SshTransport:
+    """One connected node; raises a NodeError that says what to do when it cannot be reached, trusted or logged in to."""
+
+    is_local = False
+
+    def __init__(self, node: str, login: Login, options: SshOptions) -> None:
+        self.node = node
+        self._connection = _connection(login, options)
+        _trust(self._connection.client, options)
+        _open(node, login, self._connection)
+        transport = self._connection.transport
+        transport.set_keepalive(KEEPALIVE_S)
+        transport.default_window_size = WINDOW_BYTES
+        key = transport.get_remote_server_key()
+        self.host_key: str | None = f"{key.get_name()} {key.get_base64()}"
+
+    def open(self, argv: Sequence[str]) -> SshChannel:
+        """Start `argv` through the login shell, every word quoted; raises UnreachableError when no channel opens in time."""
+        try:
+            channel = self._connection.transport.open_session(timeout=CHANNEL_TIMEOUT_S)
+            channel.settimeout(CHANNEL_TIMEOUT_S)
+            channel.exec_command(shlex.join(argv))
+        except (paramiko.SSHException, OSError, EOFError) as error:
+            raise UnreachableError(
+                f"{self.node}: cannot open a channel: {_reason(error)}",
+                node=self.node,
+                advice="sshd's MaxSessions may be reached, or the connection is gone: try again",
+            ) from error
+        return SshChannel(channel)
+
+    def close(self) -> None:
+        """Close the connection and all its channels."""
+        self._connection.close()
+
+
+class SshChannel:
+    """A command on the far side of an SSH channel."""
+
+    def __init__(self, channel: paramiko.Channel) -> None:
+        self._channel = channel
+        self._stderr = bytearray()
+
+    def write(self, data: bytes) -> None:
+        self._channel.settimeout(WRITE_TIMEOUT_S)
+        self._channel.sendall(data)
+
+    def close_stdin(self) -> None:
+        self._channel.shutdown_write()
+
+    def read(self, timeout_s: float) -> bytes:
+        self._channel.settimeout(timeout_s)
+        return self._channel.recv(CHUNK_BYTES)
+
+    def wait(self, timeout_s: float) -> int:
+        if not self._channel.status_event.wait(timeout_s):
+            raise TimeoutError
+        code = self._channel.recv_exit_status()
+        if code == -1:
+            raise ConnectionError("the node closed the connection before the command ended")
+        return code
+
+    def stderr(self) -> str:
+        while self._channel.recv_stderr_ready():
+            self._stderr += self._channel.recv_stderr(CHUNK_BYTES)
+        return self._stderr.decode(errors="replace")
+
+    def close(self) -> None:
+        self.stderr()
+        self._channel.close()
+
+
+def _connection(login: Login, options: SshOptions) -> fabric.Connection:
+    arguments: dict[str, Any] = {
+        "banner_timeout": options.connect_timeout,
+        "auth_timeout": options.connect_timeout,
+    }
+    if login.key:
+        arguments |= {"key_filename": str(Path(login.key).expanduser()), "look_for_keys": False}
+    gateway = None
+    if login.via:
+        gateway = fabric.Connection(login.via, connect_timeout=options.connect_timeout, connect_kwargs=dict(arguments))
+        _trust(gateway.client, options)
+    return fabric.Connection(
+        login.host,
+        user=login.user,
+        port=None if login.port == 22 else login.port,  # left open, so that ~/.ssh/config may say another
+        gateway=gateway,
+        connect_timeout=options.connect_timeout,
+        connect_kwargs=arguments,
+    )
+
+
+def _trust(client: paramiko.SSHClient, options: SshOptions) -> None:
+    """Check host keys as OpenSSH does: Fabric's default would accept anything."""
+    client.load_system_host_keys()
+    own = Path("~/.ssh/known_hosts").expanduser()
+    known = Path(options.known_hosts).expanduser() if options.known_hosts else own
+    if known.exists():
+        client.load_host_keys(str(known))
+    accept_new = options.host_keys == "accept-new"
+    client.set_missing_host_key_policy(_AcceptNew(options.known_hosts) if accept_new else _Strict())
+
+
+class _UnknownHostKey(paramiko.SSHException):
+    def __init__(self, hostname: str, key: paramiko.PKey) -> None:
+        super().__init__(hostname)
+        self.hostname = hostname
+        self.key = key
+
+
+class _Strict(paramiko.MissingHostKeyPolicy):
+    def missing_host_key(self, client: paramiko.SSHClient, hostname: str, key: paramiko.PKey) -> None:
+        raise _UnknownHostKey(hostname, key)
+
+
+class _AcceptNew(paramiko.MissingHostKeyPolicy):
+    """Store a key at first sight, as OpenSSH's StrictHostKeyChecking=accept-new does; a changed one stays an error."""
+
+    def __init__(self, known_hosts: str | None) -> None:
+        self._file = Path(known_hosts or "~/.ssh/known_hosts").expanduser()
+
+    def missing_host_key(self, client: paramiko.SSHClient, hostname: str, key: paramiko.PKey) -> None:
+        self._file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with self._file.open("a") as lines:
+            lines.write(f"{hostname} {key.get_name()} {key.get_base64()}\n")
+
+
+def _open(node: str, login: Login, connection: fabric.Connection) -> None:
+    where = f"{login.host}:{login.port}"
+    try:
+        connection.open()
+    except _UnknownHostKey as error:
+        raise _unknown_host_key(node, login, error) from None
+    except paramiko.BadHostKeyException as error:
+        raise HostKeyError(
+            f"{node}: the host key of {where} has CHANGED: it is now {fingerprint(error.key)}, known was "
+            f"{fingerprint(error.expected_key)}",
+            node=node,
+            advice=f"if the machine was really reinstalled: ssh-keygen -R '{_known_hosts_name(login)}', then accept its new key",
+        ) from None
+    except (paramiko.AuthenticationException, paramiko.PasswordRequiredException) as error:
+        raise AuthenticationError(
+            f"{node}: {where} refused the login as {connection.user}: {error}",
+            node=node,
+            advice=f"this must work first: ssh -p {login.port} {connection.user}@{login.host} true   (see ssh.user and ssh.key)",
+        ) from None
+    except FileNotFoundError as error:
+        raise NodeError(
+            f"{node}: no such key file: {error.filename}", node=node, advice="see `ssh.key` in the inventory"
+        ) from None
+    except (socket.gaierror, OSError, paramiko.SSHException, EOFError) as error:
+        raise UnreachableError(
+            f"{node}: cannot reach {where}: {_reason(error)}",
+            node=node,
+            advice="is the machine up, the address and port right, sshd running, and no firewall between?",
+        ) from None
+
+
+def _unknown_host_key(node: str, login: Login, error: _UnknownHostKey) -> HostKeyError:
+    return HostKeyError(
+        f"{node}: the host key of {login.host}:{login.port} is not known: {fingerprint(error.key)}",
+        node=node,
+        advice=(
+            "compare it with the machine's own (ssh-keygen -lf /etc/ssh/ssh_host_ed25519_key.pub there), then accept it: "
+            f"ssh-keyscan -p {login.port} {login.host} >> ~/.ssh/known_hosts   "
+            "(throw-away clusters: `host_keys: accept-new` under `ssh:` in the inventory)"
+        ),
+    )
+
+
+def fingerprint(key: paramiko.PKey) -> str:
+    """A host key's SHA-256 fingerprint, as `ssh-keygen -l` prints it."""
+    digest = base64.b64encode(hashlib.sha256(key.asbytes()).digest()).decode().rstrip("=")
+    return f"{key.get_name()} SHA256:{digest}"
+
+
+def _known_hosts_name(login: Login) -> str:
+    return login.host if login.port == 22 else f"[{login.host}]:{login.port}"
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, TimeoutError):
+        return "no answer in time"
+    if isinstance(error, socket.gaierror):
+        return "the name does not resolve"
+    return str(error) or type(error).__name__

@@ -1,0 +1,83 @@
+"""SSH from the head to the other nodes: the files that let mpirun reach them exactly as the inventory says. Pure."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+KEEPALIVE_S = 15
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hop:
+    """One node as seen from the head.
+
+    Args:
+        node: its name in the inventory.
+        address: its address on the cluster network.
+        port: the port that its sshd listens on there.
+        user: the login name.
+        host_key: the key that we verified ourselves, `TYPE BASE64`.
+        identity: private key file on the head, or None for the head's own defaults and agent.
+    """
+
+    node: str
+    address: str
+    port: int
+    user: str
+    host_key: str
+    identity: str | None
+
+
+def ssh_config(hops: Sequence[Hop], directory: str, connect_timeout_s: float) -> str:
+    """The ssh_config for `ssh -F`, complete: neither the person's nor the system's files are read besides."""
+    blocks = [_block(hop) for hop in hops]
+    common = [
+        "Host *",
+        f"    UserKnownHostsFile {_quoted(directory + '/known_hosts')}",
+        "    GlobalKnownHostsFile none",
+        "    StrictHostKeyChecking yes",
+        "    BatchMode yes",
+        f"    ConnectTimeout {max(1, round(connect_timeout_s))}",
+        f"    ServerAliveInterval {KEEPALIVE_S}",
+        "    ServerAliveCountMax 4",
+        "    ForwardAgent no",
+        "    ForwardX11 no",
+        "    LogLevel ERROR",
+    ]
+    return "\n".join([*blocks, *common]) + "\n"
+
+
+def known_hosts(hops: Sequence[Hop]) -> str:
+    """The verified keys, each under its node's name (`HostKeyAlias`), so that no port or second address can blur it."""
+    return "".join(f"{hop.node} {hop.host_key}\n" for hop in hops)
+
+
+def wrapper(directory: str) -> str:
+    """The program that mpirun calls as ssh. hydra passes -q, which would hide why a login failed."""
+    return f'#!/bin/sh\n[ "$1" = -q ] && shift\nexec ssh -F {shlex.quote(directory + "/ssh_config")} "$@"\n'
+
+
+def _block(hop: Hop) -> str:
+    lines = [
+        f"Host {hop.address}",
+        f"    HostKeyAlias {hop.node}",
+        f"    HostKeyAlgorithms {_algorithms(hop.host_key)}",
+        f"    Port {hop.port}",
+        f"    User {hop.user}",
+    ]
+    if hop.identity:
+        lines += [f"    IdentityFile {_quoted(hop.identity)}", "    IdentitiesOnly yes"]
+    return "\n".join(lines)
+
+
+def _algorithms(host_key: str) -> str:
+    """Offer only what the known key can answer: sshd may have others that we did not verify."""
+    kind = host_key.split()[0]
+    return "rsa-sha2-512,rsa-sha2-256" if kind == "ssh-rsa" else kind
+
+
+def _quoted(path: str) -> str:
+    """A path for ssh_config: percent signs are its own escape, double quotes hold blanks."""
+    return '"' + path.replace("%", "%%") + '"'

@@ -1,0 +1,285 @@
+"""The whole launch as one value: who runs where, the files of the run, the mpirun line. Pure; `--dry-run` prints it."""
+
+from __future__ import annotations
+
+import base64
+import json
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from orchestrator.errors import PreflightError
+from orchestrator.planning.arguments import Translation, translate
+from orchestrator.planning.compat import StackChoice
+from orchestrator.planning.hops import Hop, known_hosts, ssh_config, wrapper
+from orchestrator.planning.mpirun import LAUNCH_VARIABLE, PROGRAM, Flavour, MpiCommand, MpiRequest, mpi_command
+from orchestrator.planning.network import NetworkChoice, NetworkNode, choose_network
+from orchestrator.planning.placement import PlacementNode, place, ranks_per_node
+from orchestrator.specs.facts import NodeFacts
+from orchestrator.specs.inventory import Inventory
+from orchestrator.specs.lock import Lock
+from orchestrator.specs.run import RankPlan
+
+# The kernel takes no environment variable longer than this (MAX_ARG_STRLEN, 32 pages).
+LONGEST_VARIABLE_BYTES = 131_072
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchRequest:
+    """Everything that the launch follows from.
+
+    Args:
+        nodes: facts in the inventory's order, the head first.
+        lock, choice: the stack in the environment.
+        agent_dir: absolute path of our scripts on the nodes.
+        job_dir: absolute path of the script's directory on the nodes; `script` is relative to it.
+        script_text: the script's source, from which is told whether it is a Trainer script.
+        host_keys: node name to the host key that we verified; None where SSH was not used.
+        identity: the head's private key for the other nodes, or None for its own defaults.
+        mpi: (flavour, absolute path of its launcher on the head); None takes the one in the environment.
+    """
+
+    inventory: Inventory
+    nodes: Sequence[NodeFacts]
+    lock: Lock
+    choice: StackChoice
+    agent_dir: str
+    job_dir: str
+    script: str
+    script_text: str
+    run_id: str
+    host_keys: Mapping[str, str | None]
+    identity: str | None
+    mpi: tuple[Flavour, str] | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchPlan:
+    """A launch, ready to be carried out or printed.
+
+    Args:
+        document: what every rank reads (the launch document).
+        files: name in the run's directory to (text, mode).
+        command: mpirun's hostfile, argument vector and environment.
+    """
+
+    run_id: str
+    run_dir: str
+    ranks: tuple[RankPlan, ...]
+    network: NetworkChoice
+    translation: Translation
+    document: Mapping[str, Any]
+    files: Mapping[str, tuple[str, int]]
+    command: MpiCommand
+
+    @property
+    def nodes(self) -> tuple[str, ...]:
+        """Names of the nodes that have ranks, the head first."""
+        return tuple(ranks_per_node(self.ranks))
+
+    def ranks_of(self, node: str) -> tuple[int, ...]:
+        """The ranks of one node."""
+        return tuple(rank.rank for rank in self.ranks if rank.node == node)
+
+    def start_document(self, label: Mapping[str, Any]) -> dict[str, Any]:
+        """What `supervise.py start` reads; `label` is kept with the run's state."""
+        return {
+            "launch": self.document,
+            "files": {name: {"text": text, "mode": mode} for name, (text, mode) in self.files.items()},
+            "mpirun": {"argv": list(self.command.argv), "env": dict(self.command.env)},
+            "grace_s": self.document["grace_s"],
+            "label": dict(label),
+        }
+
+
+def plan_launch(request: LaunchRequest) -> LaunchPlan:
+    """Decide everything about a launch; raises PreflightError when it could not work."""
+    inventory, nodes = request.inventory, request.nodes
+    logins = {node.name: inventory.login(node) for node in inventory.nodes}
+    network = choose_network(
+        [NetworkNode(name=node.name, facts=node, host=logins[node.name].host) for node in nodes], inventory.network
+    )
+    slots = {node.name: node.slots for node in inventory.nodes}
+    placed = place(
+        [PlacementNode(facts=node, slots=slots[node.name]) for node in nodes],
+        inventory.job.ppn,
+        inventory.job.omp_threads,
+        inventory.job.ccl_workers,
+    )
+    ranks = tuple(_with_env(rank, network, inventory) for rank in placed)
+    translation = _translate(request)
+    run_dir = f"{nodes[0].root}/runs/{request.run_id}"
+    variables = _common_variables(nodes[0], ranks, network, inventory)
+    document = _document(request, run_dir, ranks, translation, variables)
+    flavour, program = request.mpi or (_flavour(inventory), f"{_env_dir(request)}/bin/{_program(inventory)}")
+    hops = _hops(request, network)
+    several = len(ranks_per_node(ranks)) > 1
+    command = mpi_command(
+        MpiRequest(
+            flavour=flavour,
+            program=program,
+            hosts=_hosts(ranks, network),
+            hostfile_path=f"{run_dir}/hostfile",
+            ssh_wrapper=f"{run_dir}/ssh" if several else None,
+            interface=network.endpoints[0].interface,
+            variables={name: inventory.job.env.get(name, value) for name, value in variables.items()},
+            command=(f"{_env_dir(request)}/bin/python", f"{document['agent_dir']}/rank.py"),
+        )
+    )
+    files = {"hostfile": (command.hostfile, 0o600)}
+    if several:
+        files |= {
+            "ssh_config": (ssh_config(hops, run_dir, inventory.ssh.connect_timeout), 0o600),
+            "known_hosts": (known_hosts(hops), 0o600),
+            "ssh": (wrapper(run_dir), 0o700),
+        }
+    return LaunchPlan(
+        run_id=request.run_id,
+        run_dir=run_dir,
+        ranks=ranks,
+        network=network,
+        translation=translation,
+        document=document,
+        files=files,
+        command=command,
+    )
+
+
+def encode_launch(document: Mapping[str, Any]) -> str:
+    """The launch document as the text that remote/rank.py decodes: compact JSON, zlib, URL-safe base64."""
+    compact = json.dumps(document, ensure_ascii=True, separators=(",", ":")).encode()
+    return base64.urlsafe_b64encode(zlib.compress(compact, 9)).decode()
+
+
+def _translate(request: LaunchRequest) -> Translation:
+    return translate(
+        request.inventory.job.args,
+        script_text=request.script_text,
+        versions=request.lock.versions,
+        backend=request.choice.backend,
+    )
+
+
+def _common_variables(head: NodeFacts, ranks: Sequence[RankPlan], network: NetworkChoice, inventory: Inventory) -> dict[str, str]:
+    """What all ranks share; OMP_NUM_THREADS only where it is one number for all."""
+    if not head.free_ports:
+        raise PreflightError(f"{head.name}: no free port for MASTER_PORT was found", advice="see what listens there: ss -ltn")
+    variables = {
+        "MASTER_ADDR": network.endpoints[0].address,
+        "MASTER_PORT": str(head.free_ports[0]),
+        "CCL_WORKER_COUNT": str(inventory.job.ccl_workers),
+    }
+    threads = {rank.omp_num_threads for rank in ranks}
+    return variables | ({"OMP_NUM_THREADS": str(threads.pop())} if len(threads) == 1 else {})
+
+
+def _with_env(rank: RankPlan, network: NetworkChoice, inventory: Inventory) -> RankPlan:
+    """The rank with its own variables. What the person sets wins."""
+    endpoint = next(endpoint for endpoint in network.endpoints if endpoint.node == rank.node)
+    computed = {
+        "OMP_NUM_THREADS": str(rank.omp_num_threads),
+        "GLOO_SOCKET_IFNAME": endpoint.interface,
+        "CCL_KVS_IFACE": endpoint.interface,
+        "FI_TCP_IFACE": endpoint.interface,
+        "CCL_WORKER_AFFINITY": ",".join(map(str, rank.comm_cores)),
+        "CLUSTER_TRAIN_NODE": rank.node,
+    }
+    chosen = {name: inventory.job.env.get(name, value) for name, value in computed.items() if value}
+    return RankPlan(
+        rank=rank.rank,
+        local_rank=rank.local_rank,
+        local_world_size=rank.local_world_size,
+        node=rank.node,
+        cores=rank.cores,
+        comm_cores=rank.comm_cores,
+        omp_num_threads=rank.omp_num_threads,
+        env=chosen,
+    )
+
+
+def _document(
+    request: LaunchRequest,
+    run_dir: str,
+    ranks: Sequence[RankPlan],
+    translation: Translation,
+    variables: Mapping[str, str],
+) -> dict[str, Any]:
+    job = request.inventory.job
+    hostnames = {node.name: node.hostname for node in request.nodes}
+    document = {
+        "schema": 1,
+        "run_id": request.run_id,
+        "run_dir": run_dir,
+        "agent_dir": request.agent_dir,
+        "python": f"{_env_dir(request)}/bin/python",
+        "job_dir": request.job_dir,
+        "argv": [request.script, *translation.argv],
+        "env": {**variables, **job.env},
+        "world_size": len(ranks),
+        "grace_s": job.grace_s,
+        "bootstrap": {"backend": request.choice.backend, "asked_backend": request.choice.asked_backend},
+        "ranks": [
+            {
+                "rank": rank.rank,
+                "local_rank": rank.local_rank,
+                "local_world_size": rank.local_world_size,
+                "node": rank.node,
+                "hostname": hostnames[rank.node],
+                "cores": list(rank.cores),
+                "env": dict(rank.env),
+            }
+            for rank in ranks
+        ],
+    }
+    if len(encode_launch(document)) + len(LAUNCH_VARIABLE) + 1 > LONGEST_VARIABLE_BYTES:
+        raise PreflightError(
+            "the script's arguments and environment are too long to be carried to the ranks",
+            advice="put long lists into a file and name it in `job.sync`",
+        )
+    return document
+
+
+def _hops(request: LaunchRequest, network: NetworkChoice) -> list[Hop]:
+    """How the head reaches each other node: the address on the cluster network, the port that sshd itself sees."""
+    hops = []
+    logins = {node.name: request.inventory.login(node) for node in request.inventory.nodes}
+    for node, endpoint in list(zip(request.nodes, network.endpoints, strict=True))[1:]:
+        host_key = request.host_keys[node.name]
+        if host_key is None:
+            raise PreflightError(
+                f"{node.name}: this machine was reached without SSH, but {request.nodes[0].name}, the head, must reach it by SSH",
+                advice=f"list {node.name} first in the inventory: the run is then started from here",
+            )
+        seen = node.ssh_connection
+        hops.append(
+            Hop(
+                node=node.name,
+                address=endpoint.address,
+                port=seen.server_port if seen else logins[node.name].port,
+                user=node.user,
+                host_key=host_key,
+                identity=request.identity,
+            )
+        )
+    return hops
+
+
+def _hosts(ranks: Sequence[RankPlan], network: NetworkChoice) -> tuple[tuple[str, int], ...]:
+    addresses = {endpoint.node: endpoint.address for endpoint in network.endpoints}
+    return tuple((addresses[node], count) for node, count in ranks_per_node(ranks).items())
+
+
+def _env_dir(request: LaunchRequest) -> str:
+    return f"{request.nodes[0].root}/envs/{request.lock.digest}"
+
+
+def _flavour(inventory: Inventory) -> Flavour:
+    mpi = inventory.stack.mpi
+    if mpi == "system":
+        raise PreflightError("mpi: system: no mpirun was found on the head", advice="load its module there, or use `mpi: impi`")
+    return mpi
+
+
+def _program(inventory: Inventory) -> str:
+    return PROGRAM[_flavour(inventory)]

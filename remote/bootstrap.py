@@ -1,0 +1,329 @@
+"""Inside one rank's interpreter: make what the script expects exist, then run the script unchanged.
+
+Usage: python -u bootstrap.py SCRIPT [ARGUMENT...]          SCRIPT is a file; `-m module` is not supported
+
+The script runs as `python SCRIPT ARGUMENT...` would run it: as `__main__`, with its own directory first on `sys.path`,
+with the same exit code and the same traceback. Nothing heavy is imported for it: what torch, Accelerate and Transformers
+need in order to train as one job on CPU nodes is put into them after, and only if, the script itself imports them:
+
+- `Trainer` and `Accelerator` join the job without any CPU flag, on the backend of this run;
+- a backend that the script asks for but this stack lacks ("ccl", "mpi") becomes the backend of this run;
+- the script's own `import oneccl_bindings_for_pytorch`, `torch_ccl` or `intel_extension_for_pytorch` is answered by a
+  stand-in where the package is not installed. Libraries that look for these packages are not fooled.
+
+Every replacement is told once, on rank 0's stderr. In the environment: RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE,
+MASTER_ADDR, MASTER_PORT, and CLUSTER_TRAIN_BOOTSTRAP, a JSON object whose `backend` names the backend of this run.
+"""
+
+import builtins
+import functools
+import importlib
+import importlib.machinery
+import json
+import os
+import re
+import runpy
+import sys
+import types
+from datetime import timedelta
+
+SETTINGS_VARIABLE = "CLUSTER_TRAIN_BOOTSTRAP"
+CPU_BACKENDS = ("ccl", "gloo", "mpi")
+CCL_BINDINGS = ("oneccl_bindings_for_pytorch", "torch_ccl")  # the package's names since 1.12 and before
+IPEX = "intel_extension_for_pytorch"
+IN_CHILD = "cluster_train_child"  # the name under which a process of multiprocessing runs this file
+
+_told = set()  # the notes that were printed
+_trainer_timeout = []  # the time limit of the TrainingArguments that are just being made; at most one
+
+
+def main():
+    """Run the script named on the command line."""
+    if len(sys.argv) < 2:
+        sys.exit("usage: bootstrap.py SCRIPT [ARGUMENT...]")
+    script = sys.argv[1]
+    if not os.path.isfile(script):
+        print("cluster-train: there is no script %s on %s" % (script, os.uname().nodename), file=sys.stderr)
+        sys.exit(2)
+    install_hooks(script)
+    run(script, sys.argv[1:])
+
+
+def run(script, argv):
+    """Execute `script` as `__main__`, as `python` itself would."""
+    directory = os.path.dirname(os.path.realpath(script))
+    sys.argv[:] = argv
+    if not getattr(sys.flags, "safe_path", False):
+        sys.path[0] = directory  # until now it was this file's directory
+    module = types.ModuleType("__main__")
+    vars(module).update(
+        __annotations__={},
+        __builtins__=builtins,
+        __cached__=None,
+        __file__=script,
+        __loader__=importlib.machinery.SourceFileLoader("__main__", script),
+    )
+    sys.modules["__main__"] = module  # pickle and multiprocessing look here for what the script defines
+    try:
+        with open(script, "rb") as file:
+            exec(compile(file.read(), script, "exec", dont_inherit=True), vars(module))
+    except BaseException:
+        # Only the interpreter knows how each kind of exception ends a process (SystemExit by its code, KeyboardInterrupt by
+        # a signal), so it goes on from here; whoever shows the traceback is given it without the frames of this file.
+        shown = sys.excepthook
+        sys.excepthook = lambda kind, error, trace: shown(kind, error, _of_the_script(error, trace))
+        raise
+
+
+def _of_the_script(error, trace):
+    """`trace` from the script's first frame on; `error` is given it too."""
+    while trace is not None and trace.tb_frame.f_globals is globals():
+        trace = trace.tb_next
+    error.__traceback__ = trace
+    return trace
+
+
+# What the hooks decide.
+
+
+def backend_for(asked):
+    """The torch.distributed backend to use where `asked` was asked for; None leaves the choice to this run.
+
+    A backend that torch has is never replaced, so a script's own choice holds where it can. `asked` may be of the form
+    "cpu:ccl,cuda:nccl".
+    """
+    effective = effective_backend()
+    if effective == "ccl":
+        register_backend(effective)
+    if asked is None:
+        return effective
+    granted = re.sub(r"\b(ccl|mpi)\b", lambda match: _or_effective(match.group()), str(asked).lower())
+    if granted == str(asked).lower():
+        return asked
+    note("the script asks for the backend %s, which this stack does not have: using %s" % (asked, granted))
+    return granted
+
+
+def effective_backend():
+    """The torch.distributed backend of this run."""
+    return json.loads(os.environ.get(SETTINGS_VARIABLE, "{}")).get("backend", "gloo")
+
+
+def register_backend(name):
+    """Make torch.distributed know the backend `name`, where something installed provides it.
+
+    This is the one place in which a backend is plugged in; it is called before each use of torch.distributed's group.
+    """
+    for provider in CCL_BINDINGS if name == "ccl" else ():
+        try:
+            importlib.import_module(provider)
+            return
+        except ModuleNotFoundError as error:
+            if error.name != provider:
+                raise  # it is installed, and something that it needs is not
+
+
+def _or_effective(name):
+    return name if _has_backend(name) else effective_backend()
+
+
+def _has_backend(name):
+    """Whether torch.distributed can make a group with the backend `name`, "ccl" or "mpi"."""
+    distributed = sys.modules.get("torch.distributed.distributed_c10d")
+    if distributed is None:
+        return False
+    return distributed.is_mpi_available() if name == "mpi" else hasattr(distributed.Backend, name.upper())
+
+
+def note(text):
+    """Tell `text` once in the whole job: on rank 0, and not in the processes that it starts."""
+    if text not in _told and os.environ.get("RANK", "0") == "0" and __name__ != IN_CHILD:
+        print("cluster-train: " + text, file=sys.stderr, flush=True)
+    _told.add(text)
+
+
+# What is changed in the libraries, each after its module has been loaded.
+
+
+def patch_torch(module):
+    """torch.distributed.distributed_c10d: a backend that does not exist becomes the one of this run."""
+    original = module.init_process_group
+
+    @functools.wraps(original)
+    def init_process_group(backend=None, *args, **kwargs):
+        return original(backend_for(backend), *args, **kwargs)
+
+    module.init_process_group = init_process_group
+
+
+def patch_accelerate(module):
+    """accelerate.state: every state is that of a CPU job with the backend of this run.
+
+    Left alone, `PartialState` joins a CPU job only where the caller says cpu=True, and since 1.13 refuses "ccl".
+    """
+    state = module.PartialState
+    initialise, prepare = state.__init__, state._prepare_backend
+
+    @functools.wraps(initialise)
+    def __init__(self, cpu=False, **kwargs):
+        kwargs["backend"] = backend_for(kwargs.get("backend"))
+        if _trainer_timeout:
+            kwargs.setdefault("timeout", _trainer_timeout[0])
+        initialise(self, cpu=True, **kwargs)
+
+    @functools.wraps(prepare)
+    def _prepare_backend(self, cpu=False, sagemaker_dp=False, backend=None):
+        found, kind = prepare(self, cpu, sagemaker_dp, backend)
+        honoured = backend in CPU_BACKENDS and kind == module.DistributedType.MULTI_CPU
+        return (backend if honoured else found), kind
+
+    state.__init__, state._prepare_backend = __init__, _prepare_backend
+
+
+def patch_transformers(module):
+    """transformers.training_args: arguments without a CPU flag mean the CPU, and --ddp_timeout holds there too.
+
+    The flag is needed beside Accelerate's state, because bf16 is refused without it. The CPU branch of
+    `TrainingArguments` does not hand its time limit to Accelerate; it is kept for `PartialState` to find.
+    """
+    arguments = module.TrainingArguments
+    finish = arguments.__post_init__
+
+    @functools.wraps(finish)
+    def __post_init__(self):
+        setattr(self, "use_cpu" if hasattr(self, "use_cpu") else "no_cuda", True)  # use_cpu since 4.32
+        backend = "ddp_backend" if hasattr(self, "ddp_backend") else "xpu_backend"  # ddp_backend since 4.29
+        setattr(self, backend, backend_for(getattr(self, backend)))
+        _trainer_timeout[:] = [timedelta(seconds=self.ddp_timeout)]
+        try:
+            finish(self)
+        finally:
+            del _trainer_timeout[:]
+
+    arguments.__post_init__ = __post_init__
+
+
+def patch_multiprocessing(module, script):
+    """multiprocessing.spawn: a process that imports the script anew (spawn, forkserver) has these hooks as well."""
+    original = module.get_preparation_data
+
+    @functools.wraps(original)
+    def get_preparation_data(name):
+        return dict(original(name), cluster_train=_Hooks(script))
+
+    module.get_preparation_data = get_preparation_data
+
+
+class _Hooks:
+    """What is sent to a new process before the script's path: to unpickle it is to run this file there."""
+
+    def __init__(self, script):
+        self.script = script
+
+    def __reduce__(self):
+        return runpy.run_path, (__file__, {"SCRIPT": self.script}, IN_CHILD)
+
+
+# How they get there.
+
+
+def install_hooks(script):
+    """Have the libraries patched as they are loaded, and let stand-ins answer the imports of `script`."""
+    patches = {
+        "accelerate.state": patch_accelerate,
+        "multiprocessing.spawn": functools.partial(patch_multiprocessing, script=script),
+        "torch.distributed.distributed_c10d": patch_torch,
+        "transformers.training_args": patch_transformers,
+    }
+    os.environ.setdefault("ACCELERATE_USE_CPU", "true")  # for what the script starts, and for what reads nothing else
+    for name in patches:
+        if name in sys.modules:
+            _apply(patches[name], sys.modules[name])
+    sys.meta_path.insert(0, AfterLoading(patches))
+    sys.meta_path.append(StandIns(script))  # last: only where nothing is installed
+
+
+def _apply(patch, module):
+    try:
+        patch(module)
+    except AttributeError as error:
+        note("%s is left as it is, this version is not known (%s)" % (module.__name__, error))
+
+
+class AfterLoading:
+    """A finder that finds nothing itself: it has the module's own loader apply a patch once the module is complete."""
+
+    def __init__(self, patches):
+        self.patches = patches
+
+    def find_spec(self, name, path=None, target=None):
+        if name not in self.patches:
+            return None
+        others = (finder.find_spec(name, path, target) for finder in sys.meta_path if finder is not self)
+        spec = next(filter(None, others), None)
+        if spec is not None:
+            self._extend(spec.loader, self.patches[name])
+        return spec
+
+    def _extend(self, loader, patch):
+        execute = loader.exec_module
+
+        def exec_module(module):
+            execute(module)
+            _apply(patch, module)
+
+        loader.exec_module = exec_module  # of this one module; it stays the loader that inspect and pkgutil know
+
+
+class StandIns:
+    """Finder and loader of empty modules for the retired CPU packages, for imports that the script's own files make."""
+
+    def __init__(self, script):
+        paths = os.path.abspath(script), os.path.realpath(script)  # of the script itself, and of the modules beside it
+        self.directories = tuple(os.path.join(os.path.dirname(path), "") for path in paths)
+
+    def find_spec(self, name, path=None, target=None):
+        if (name != IPEX and name not in CCL_BINDINGS) or not self._is_own(_importing_file()):
+            return None
+        return importlib.machinery.ModuleSpec(name, self)
+
+    def _is_own(self, file):
+        return file.startswith(self.directories) and "site-packages" not in file
+
+    def create_module(self, spec):
+        return StandIn(spec.name)
+
+    def exec_module(self, module):
+        if module.__name__ == IPEX:
+            module.optimize = optimize
+            note("%s is not installed: its optimize() leaves the model as it is" % IPEX)
+        else:
+            note("%s is not installed: the script trains on %s without it" % (module.__name__, effective_backend()))
+
+
+class StandIn(types.ModuleType):
+    """A module in place of one that is not installed; what it lacks is named."""
+
+    __version__ = "0"  # once imported it is seen by who compares versions, and must be no version that fits
+
+    def __getattr__(self, name):
+        raise AttributeError("%s is not installed, and cluster-train's stand-in has no %s" % (self.__name__, name))
+
+
+def optimize(model, dtype=None, optimizer=None, **options):
+    """In place of ipex.optimize: what was given, unchanged, in the shape in which ipex returns it."""
+    return model if optimizer is None else (model, optimizer)
+
+
+def _importing_file():
+    """The file whose code runs the import that is under way."""
+    frame = sys._getframe(2)
+    while frame is not None and frame.f_globals.get("__name__") in ("importlib", "importlib._bootstrap"):
+        frame = frame.f_back
+    return "" if frame is None else frame.f_code.co_filename
+
+
+if __name__ == "__main__":
+    main()
+elif __name__ == IN_CHILD:
+    install_hooks(globals()["SCRIPT"])

@@ -1,0 +1,151 @@
+"""The runs in one node's directory: their status, their ranks' records, and which processes of theirs are alive here.
+
+`status.json` is written by the run's supervisor alone while that lives. A directory on a disk shared by nodes holds
+records of other machines too: process numbers are compared on the machine that wrote them only.
+"""
+
+import os
+import time
+
+import processes
+import records
+
+FINAL = ("succeeded", "failed", "stopped")
+
+
+class Problem(Exception):
+    """What was asked cannot be done; the message says why."""
+
+
+class Run:
+    """One run's directory and its status, on disk after every change."""
+
+    def __init__(self, run_dir: str, status: dict) -> None:
+        self.run_dir = run_dir
+        self.status = status
+
+    @property
+    def is_final(self) -> bool:
+        """Whether the state will not change any more."""
+        return self.status["state"] in FINAL
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether its supervisor was started on this machine."""
+        return self.status["machine"] == processes.machine()
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether it has not ended, and has no supervisor any more. Only its own machine can tell."""
+        return not self.is_final and self.is_ours and not processes.is_alive(self.status["supervisor"])
+
+    @property
+    def is_over(self) -> bool:
+        """Whether there is nobody left who would change the state."""
+        return self.is_final or self.is_lost
+
+    def set(self, **changes: object) -> None:
+        """Change the status."""
+        self.status.update(changes)
+        records.write_record(os.path.join(self.run_dir, "status.json"), self.status)
+
+    def refresh(self) -> None:
+        """Read what the supervisor has written meanwhile."""
+        self.status = records.read_record(os.path.join(self.run_dir, "status.json"))
+
+    def ranks(self) -> list:
+        """The rank records of this directory, by rank, each with its exit record (or None) under `exit`."""
+        by_rank = {}
+        names = os.listdir(self.run_dir) if os.path.isdir(self.run_dir) else []
+        for name in [name for name in names if name.startswith("rank-") and name.endswith(".json")]:
+            record = records.read_record(os.path.join(self.run_dir, name))
+            if record and name.endswith(".exit.json"):
+                by_rank.setdefault(record["rank"], {"rank": record["rank"], "exit": None})["exit"] = record
+            elif record:
+                by_rank.setdefault(record["rank"], {"exit": None}).update(record)
+        return [by_rank[rank] for rank in sorted(by_rank)]
+
+    def ranks_here(self) -> list:
+        """The records of the ranks that started on this machine."""
+        machine = processes.machine()
+        return [rank for rank in self.ranks() if rank.get("machine") == machine]
+
+    def guards(self) -> list:
+        """The identities of this machine's living rank.py processes of this run."""
+        return [who for who in map(processes.identity_in, self.ranks_here()) if processes.is_alive(who)]
+
+    def remains(self) -> list:
+        """The identities of all processes of this run on this machine, except its supervisor."""
+        recorded = [self.status["mpirun"]] if self.status.get("mpirun") and self.is_ours else []
+        for rank in self.ranks_here():
+            recorded += [processes.identity_in(rank), rank["keeper"], rank["child"], rank["launcher"]]
+        found = [who for who in recorded if who and processes.is_alive(who)]
+        found += processes.tagged({records.RUN_VARIABLE: self.status["run_id"]})
+        for who in list(found):
+            found += processes.descendants(who["pid"])
+        return processes.unique(found)
+
+
+def run_directory(root: str, run_id: str) -> str:
+    """Where a run lives below a node's root; Problem for what is no name of a run."""
+    if os.path.basename(run_id) != run_id or run_id in ("", ".", ".."):
+        raise Problem("%r is no name of a run" % run_id)
+    return os.path.join(os.path.expanduser(root), "runs", run_id)
+
+
+def read_status(run_dir: str) -> dict:
+    """A run's status, where `lost` stands for one that has not ended and has no supervisor any more; None without one."""
+    status = records.read_record(os.path.join(run_dir, "status.json"))
+    if status is None or not Run(run_dir, status).is_lost:
+        return status
+    status = records.read_record(os.path.join(run_dir, "status.json"))  # the supervisor may just have finished
+    return dict(status, state="lost") if Run(run_dir, status).is_lost else status
+
+
+def find(root: str, run_id: str) -> Run:
+    """The run of this name. Its state is None where this node only holds ranks of it, or nothing but its processes."""
+    run_dir = run_directory(root, run_id)
+    status = read_status(run_dir)
+    started = os.stat(run_dir).st_mtime if os.path.isdir(run_dir) else 0.0
+    return Run(run_dir, status or {"schema": 1, "run_id": run_id, "state": None, "started_unix_s": started})
+
+
+def find_all(root: str) -> list:
+    """All runs in a node's directory, newest first."""
+    parent = os.path.dirname(run_directory(root, "any"))
+    names = os.listdir(parent) if os.path.isdir(parent) else []
+    runs = [find(root, name) for name in names]
+    return sorted(runs, key=lambda run: run.status["started_unix_s"], reverse=True)
+
+
+def stop(run: Run, signum: int, limit_s: float) -> bool:
+    """Have the supervisor stop its run, or do it for a dead one; whether it has ended within the limit."""
+    deadline = time.monotonic() + limit_s
+    if not run.is_final:
+        processes.send(run.status["supervisor"], signum)
+    while not run.is_over and time.monotonic() < deadline:
+        time.sleep(0.02)
+        run.refresh()
+    run.refresh()
+    if run.is_lost:
+        sweep(run, max(1.0, deadline - time.monotonic()) if run.guards() else 1.0)
+        run.set(state="failed", reason="its supervisor died", ended_unix_s=time.time())
+    return run.is_final
+
+
+def sweep(run: Run, patience_s: float) -> dict:
+    """End every process of this run on this machine; what was ended and what is left, with command lines."""
+    commands = {}
+
+    def remains():
+        found = run.remains()
+        for who in found:
+            commands.setdefault(who["pid"], processes.command_line(who["pid"]))
+        return found
+
+    # rank.py knows how to end its rank; without it, everything that is left is asked.
+    found, left = processes.end(remains, run.guards() or remains(), patience_s)
+    named = {True: [], False: []}
+    for who in found:
+        named[who in left].append(dict(who, command=commands[who["pid"]]))
+    return {"killed": named[False], "left": named[True]}

@@ -1,0 +1,285 @@
+"""On node0: the owner of a run. Starts mpirun in a session of its own, records its state, stops it, ends its remains.
+
+    start                        one JSON document on stdin; returns once mpirun runs, the supervisor stays
+    stop   --root R --run ID     ask the supervisor to stop the run, and wait until it has
+    status --root R [--run ID]   the runs in this node's directory, newest first
+    sweep  --root R --run ID     on any node: end every process of this run there
+
+The document for `start`: {"launch": the launch document, "mpirun": {"argv": [...], "env": {...}}, "grace_s": number,
+"files": {name: {"text", "mode"}} for the run's directory, "label": anything, kept in `status.json`}.
+
+The state is starting, running, stopping, and in the end succeeded, failed or stopped; beside a dead supervisor it is
+reported as `lost`. A run outlives the connection that started it, but not its supervisor: mpirun gets SIGTERM then.
+"""
+
+import argparse
+import json
+import os
+import signal
+import sys
+import time
+
+import children
+import processes
+import records
+import runs
+
+WATCHED = {signal.SIGTERM, signal.SIGINT, signal.SIGCHLD}
+STOP_MARGIN_S = 5.0  # beyond the ranks' grace, before mpirun is forced
+# How mpirun is forced, and what each step is given: a second SIGINT makes hydra clean up on all nodes.
+FORCE = ((signal.SIGINT, 0.5), (signal.SIGINT, 2.0), (signal.SIGKILL, 60.0))
+SETTLE_S = 5.0  # for ranks to record their end after mpirun has gone
+KEPT_VARIABLES = ("HOME", "USER", "LOGNAME", "SHELL", "PATH", "LANG", "LC_ALL", "TMPDIR", "TZ")
+
+
+def main() -> int:
+    """Carry out one command; 1 where it failed, with {"error": ...} on stdout and the same for people on stderr."""
+    options = parse(sys.argv[1:])
+    try:
+        return options.command(options)
+    except runs.Problem as problem:
+        sys.stderr.write("%s\n" % problem)
+        say({"error": str(problem)})
+        return 1
+
+
+def start(options: argparse.Namespace) -> int:
+    """Make the run's directory and leave a supervisor with it; prints once mpirun has been started."""
+    order = read_order(sys.stdin.read())
+    environment = mpirun_environment(order)
+    run = runs.Run(make_run_directory(order), first_status(order))
+    answer, report = os.pipe()
+    if os.fork() == 0:
+        os._exit(become_supervisor(run, order, environment, report))
+    os.close(report)
+    with open(answer, "rb") as stream:
+        reply = json.loads(stream.read().decode("ascii") or "{}")
+    os.wait()
+    if "supervisor" not in reply:
+        raise runs.Problem(reply.get("error") or "the supervisor ended at once: see supervise.log in %s" % run.run_dir)
+    return say(reply)
+
+
+def stop(options: argparse.Namespace) -> int:
+    """Stop a run and print its final status; Problem where it has not ended within the limit."""
+    run = runs.find(options.root, options.run)
+    if run.status["state"] is None:
+        raise runs.Problem("there is no run %s on this node" % options.run)
+    if not run.is_ours:
+        raise runs.Problem("run %s was started on another node: stop it there" % options.run)
+    limit_s = options.limit_s or run.status["grace_s"] + 3 * STOP_MARGIN_S
+    if not runs.stop(run, signal.SIGINT if options.now else signal.SIGTERM, limit_s):
+        raise runs.Problem("run %s has not ended within %d s: sweep its nodes" % (options.run, limit_s))
+    return say(run.status)
+
+
+def status(options: argparse.Namespace) -> int:
+    """Print runs with the records of their ranks in this directory."""
+    found = [runs.find(options.root, options.run)] if options.run else runs.find_all(options.root)[: options.limit]
+    return say({"runs": [dict(run.status, ranks=run.ranks()) for run in found if os.path.isdir(run.run_dir)]})
+
+
+def sweep(options: argparse.Namespace) -> int:
+    """End what is left of a run on this node; print what was ended, and what would not die."""
+    return say(runs.sweep(runs.find(options.root, options.run), options.patience_s))
+
+
+def parse(arguments: list) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="supervise.py")
+    commands = parser.add_subparsers()
+    commands.add_parser("start").set_defaults(command=start)
+    parsers = {}
+    for command in (stop, status, sweep):
+        parsers[command] = commands.add_parser(command.__name__)
+        parsers[command].set_defaults(command=command)
+        parsers[command].add_argument("--root", required=True)
+        parsers[command].add_argument("--run", required=command is not status)
+    parsers[stop].add_argument("--now", action="store_true", help="do not wait for the ranks to save")
+    parsers[stop].add_argument("--limit-s", type=float, help="how long to wait for the end")
+    parsers[status].add_argument("--limit", type=int, default=50, help="how many runs")
+    parsers[sweep].add_argument("--patience-s", type=float, default=5.0, help="between SIGTERM and SIGKILL")
+    options = parser.parse_args(arguments)
+    if not hasattr(options, "command"):
+        parser.error("give one of start, stop, status, sweep")
+    return options
+
+
+def say(document: dict) -> int:
+    """Print the one JSON object of this command."""
+    print(json.dumps(document))
+    return 0
+
+
+def read_order(text: str) -> dict:
+    """The document for `start`; Problem where it is none."""
+    try:
+        order = json.loads(text)
+        order["grace_s"] = float(order["grace_s"])
+        order.setdefault("files", {})
+        order.setdefault("label", {})
+        names = [name for name in order["files"] if name in ("", ".", "..") or os.path.basename(name) != name]
+        if names or not order["mpirun"]["argv"]:
+            raise ValueError("no file can be called %s" % names if names else "mpirun has no command line")
+    except (KeyError, TypeError, ValueError) as error:
+        raise runs.Problem("no run can be started from this document: %s %s" % (type(error).__name__, error))
+    return order
+
+
+def mpirun_environment(order: dict) -> dict:
+    """mpirun's environment as bytes: what a login has, what the plan gives, and what rank.py counts on."""
+    try:
+        launch = records.encode_launch(order["launch"])
+        records.decode_launch(launch)
+    except (KeyError, ValueError) as error:
+        raise runs.Problem(str(error))
+    variables = {name: os.environ[name] for name in KEPT_VARIABLES if name in os.environ}
+    variables.update(order["mpirun"]["env"])
+    # Intel MPI's own clean-up comes to rank.py as SIGHUP, which it can tell from a stop (and survive to record it).
+    variables.setdefault("I_MPI_JOB_ABORT_SIGNAL", str(int(signal.SIGHUP)))
+    variables.update({records.LAUNCH_VARIABLE: launch, records.RUN_VARIABLE: order["launch"]["run_id"]})
+    return {records.to_bytes(name): records.to_bytes(value) for name, value in variables.items()}
+
+
+def make_run_directory(order: dict) -> str:
+    """The run's directory with its files; Problem where there is one already."""
+    run_dir = records.to_path(order["launch"]["run_dir"])
+    try:
+        records.make_private_dir(os.path.dirname(run_dir))
+        os.mkdir(run_dir, 0o700)
+        for name, file in order["files"].items():
+            records.write_text(os.path.join(run_dir, name), file["text"], file["mode"])
+        records.write_record(os.path.join(run_dir, "run.json"), order)
+    except FileExistsError:
+        raise runs.Problem("there is a run in %s already" % run_dir)
+    except OSError as error:
+        raise runs.Problem("the run's directory could not be made: %s" % error)
+    return run_dir
+
+
+def first_status(order: dict) -> dict:
+    """The status of a run that is about to start."""
+    return {
+        "schema": 1,
+        "run_id": order["launch"]["run_id"],
+        "state": "starting",
+        "reason": None,
+        "machine": processes.machine(),
+        "supervisor": None,
+        "mpirun": None,
+        "mpirun_exit": None,
+        "mpirun_signal": None,
+        "started_unix_s": time.time(),
+        "ended_unix_s": None,
+        "grace_s": order["grace_s"],
+        "label": order["label"],
+    }
+
+
+def become_supervisor(run: runs.Run, order: dict, environment: dict, report: int) -> int:
+    """In a forked child: leave the session of whoever called, and own the run until it has ended."""
+    os.setsid()
+    if os.fork():
+        return 0
+    try:
+        detach(os.path.join(run.run_dir, "supervise.log"), report)
+        run.set(supervisor=processes.identity(os.getpid()))
+        supervise(run, order, environment, report)
+    except BaseException:
+        run.set(state="failed", reason="its supervisor failed: see supervise.log", ended_unix_s=time.time())
+        raise
+    return 0
+
+
+def detach(log: str, kept: int) -> None:
+    """Let go of every descriptor of the caller except `kept`, so that its connection can close."""
+    for name in os.listdir("/proc/self/fd"):
+        if int(name) > 2 and int(name) != kept:
+            try:
+                os.close(int(name))
+            except OSError:
+                pass  # the one that listed the directory
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    descriptor = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.chdir("/")
+
+
+def supervise(run: runs.Run, order: dict, environment: dict, report: int) -> None:
+    """Start mpirun, tell the caller, and see the run to its end."""
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_BLOCK, WATCHED)
+    command = [records.to_bytes(word) for word in order["mpirun"]["argv"]]
+    logs = [os.path.join(run.run_dir, name) for name in ("mpirun.out", "mpirun.err")]
+    try:
+        # hydra goes to mpirun's directory on every node: it must be one that is everywhere.
+        mpirun = children.start(command, environment, logs, "/", stop_signal(order))
+    except children.StartError as error:
+        run.set(state="failed", reason=str(error), ended_unix_s=time.time())
+        return answer(report, {"error": str(error)})
+    run.set(state="running", mpirun=processes.identity(mpirun.pid))
+    answer(report, {"run_id": run.status["run_id"], "supervisor": run.status["supervisor"]})
+    is_asked = watch(run, mpirun, order)
+    processes.end(run.remains, [], order["grace_s"] if is_asked else SETTLE_S)
+    conclude(run, mpirun, is_asked)
+    return None
+
+
+def answer(report: int, reply: dict) -> None:
+    """What `start` prints; whoever asked may have gone."""
+    try:
+        os.write(report, json.dumps(reply).encode("ascii"))
+    except OSError:
+        pass
+    os.close(report)
+
+
+def watch(run: runs.Run, mpirun: children.Child, order: dict) -> bool:
+    """Wait for mpirun's end, and stop it when told to; whether it was."""
+    force, deadline = list(FORCE), None
+    while mpirun.status is None:
+        left_s = 3600.0 if deadline is None else max(0.0, deadline - time.monotonic())
+        event = signal.sigtimedwait(WATCHED, left_s)
+        if event is None and deadline is not None:
+            signum, patience_s = force.pop(0) if force else FORCE[-1]
+            os.kill(mpirun.pid, signum)
+            deadline = time.monotonic() + patience_s
+        elif event is not None and event.si_signo == signal.SIGCHLD:
+            mpirun.reap()
+        elif event is not None:
+            if deadline is None:
+                run.set(state="stopping")
+                os.kill(mpirun.pid, stop_signal(order))
+                deadline = time.monotonic() + order["grace_s"] + STOP_MARGIN_S
+            if event.si_signo == signal.SIGINT:
+                deadline = time.monotonic()
+    return deadline is not None
+
+
+def stop_signal(order: dict) -> int:
+    """What mpirun passes on to the ranks without ending them itself: SIGTERM, but with Open MPI SIGUSR1."""
+    return getattr(signal, order["launch"].get("stop_signal", "SIGTERM"))
+
+
+def conclude(run: runs.Run, mpirun: children.Child, is_asked: bool) -> None:
+    """Record how the run ended. mpirun's word alone is not enough: Open MPI says 0 where a node was lost."""
+    reasons = []
+    if mpirun.shell_code:
+        reasons.append("mpirun ended with %s" % (mpirun.signal or "exit code %d" % mpirun.exit_code))
+    for rank in run.ranks_here():
+        end = rank["exit"] or {"signal": "no record of its end", "exit_code": None, "stopped": False}
+        if end["exit_code"] != 0 and not end["stopped"]:
+            reasons.append("rank %d ended with %s" % (rank["rank"], end["signal"] or "exit code %d" % end["exit_code"]))
+    state = "stopped" if is_asked else "failed" if reasons else "succeeded"
+    run.set(
+        state=state,
+        reason="; ".join(reasons) or None,
+        mpirun_exit=mpirun.exit_code,
+        mpirun_signal=mpirun.signal,
+        ended_unix_s=time.time(),
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

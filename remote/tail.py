@@ -1,0 +1,167 @@
+"""Follow the logs and records of ranks on this node, as ASCII JSON lines on stdout.
+
+    {"file": "rank-0.out", "offset": 123, "data": "bytes as latin-1 text"}     offset: where in the file the data begins
+    {"rank": {...}}      rank-<n>.json, once, before the rank's data
+    {"exit": {...}}      rank-<n>.exit.json, once, after all of the rank's data
+    {"status": {...}}    with --head: status.json whenever it changes; a final one comes last
+
+Without --follow it tells what is there and ends. With it, it ends when its ranks have ended (with --head: when the run
+has) and everything was told; at a line `drain` on stdin it tells what is there and ends; at stdin's end, whoever
+listened has gone, and it ends at once. To go on after a broken connection, give the offsets that were reached.
+"""
+
+import argparse
+import json
+import os
+import select
+import sys
+
+import records
+import runs
+
+CHUNK_BYTES = 64 * 1024
+SHORTEST_WAIT_S = 0.025
+LONGEST_WAIT_S = 0.25
+ENDED = runs.FINAL + ("lost",)
+HEAD_FILES = ("mpirun.out", "mpirun.err")
+
+
+class Log:
+    """One growing file, read from an offset; it may not exist yet."""
+
+    def __init__(self, run_dir: str, name: str, offset: int) -> None:
+        self.path = os.path.join(run_dir, name)
+        self.name = name
+        self.offset = offset
+        self.descriptor = None
+
+    def size_bytes(self) -> int:
+        """How much there is by now."""
+        if self.descriptor is None:
+            try:
+                self.descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+            except FileNotFoundError:
+                return 0
+        return os.fstat(self.descriptor).st_size
+
+    def read(self, end: int) -> dict:
+        """The next chunk, from before `end`; None where all of that was read."""
+        wanted = min(CHUNK_BYTES, end - self.offset)
+        data = os.pread(self.descriptor, wanted, self.offset) if wanted > 0 else b""
+        if not data:
+            return None
+        chunk = {"file": self.name, "offset": self.offset, "data": data.decode("latin-1")}
+        self.offset += len(data)
+        return chunk
+
+
+class Tail:
+    """What was told so far about some ranks (and their run), and what is new."""
+
+    def __init__(self, run_dir: str, ranks: list, offsets: dict, is_head: bool) -> None:
+        self.run_dir = run_dir
+        self.is_head = is_head
+        self.status = None
+        self.unstarted = list(ranks)
+        self.unended = list(ranks)
+        names = [os.path.basename(records.rank_file("", rank, suffix)) for rank in ranks for suffix in ("out", "err")]
+        self.logs = [Log(run_dir, name, offsets.get(name, 0)) for name in names + list(HEAD_FILES if is_head else ())]
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether nothing will be written that was not there at the last look."""
+        return self.status is not None and self.status["state"] in ENDED if self.is_head else not self.unended
+
+    def look(self):
+        """Yield batches of what is new by now, in the order that the module promises."""
+        # The status before the exit records, these before the data: each is written after what follows it here.
+        status = self.new_status()
+        ended, self.unended = self.new_records(self.unended, "exit.json")
+        started, self.unstarted = self.new_records(self.unstarted, "json")
+        yield [{"rank": started[rank]} for rank in sorted(started)]
+        ends = [(log, log.size_bytes()) for log in self.logs]
+        while True:
+            chunks = [chunk for chunk in (log.read(end) for log, end in ends) if chunk]
+            if not chunks:
+                break
+            yield chunks
+        yield [{"exit": ended[rank]} for rank in sorted(ended)]
+        yield [{"status": status}] if status else []
+
+    def new_records(self, missing: list, suffix: str) -> tuple:
+        """The records that have appeared, by rank, and the ranks that still have none."""
+        found = {rank: records.read_record(records.rank_file(self.run_dir, rank, suffix)) for rank in missing}
+        return {rank: found[rank] for rank in missing if found[rank]}, [rank for rank in missing if not found[rank]]
+
+    def new_status(self) -> dict:
+        """The run's status where it has changed, else None."""
+        status = runs.read_status(self.run_dir) if self.is_head else None
+        if status == self.status:
+            return None
+        self.status = status
+        return status
+
+
+def main() -> int:
+    """Tell what is there, and with --follow what comes."""
+    options = parse(sys.argv[1:])
+    tail = Tail(options.run_dir, options.ranks, options.offsets, options.head)
+    try:
+        if options.follow:
+            follow(tail)
+        else:
+            tell(tail)
+    except BrokenPipeError:
+        pass  # whoever listened has gone
+    return 0
+
+
+def parse(arguments: list) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="tail.py")
+    parser.add_argument("--run-dir", required=True)
+    parser.add_argument("--ranks", type=rank_numbers, default=[], help="0,1,...: the ranks on this node")
+    parser.add_argument("--offsets", type=json.loads, default={}, help='{"rank-0.out": 123}: where to go on')
+    parser.add_argument("--follow", action="store_true")
+    parser.add_argument("--head", action="store_true", help="tell the run's status and mpirun's own output too")
+    return parser.parse_args(arguments)
+
+
+def rank_numbers(text: str) -> list:
+    """Rank numbers from `0,1,5`."""
+    return [int(word) for word in text.split(",") if word]
+
+
+def follow(tail: Tail) -> None:
+    """Tell what comes until it has ended, or until stdin says so."""
+    wait_s, heard = SHORTEST_WAIT_S, b""
+    while True:
+        is_news = tell(tail)
+        if tail.has_ended or b"drain\n" in heard:
+            return
+        wait_s = SHORTEST_WAIT_S if is_news else min(LONGEST_WAIT_S, wait_s * 1.05)
+        if select.select([0], [], [], wait_s)[0]:
+            word = os.read(0, 4096)
+            if not word:
+                return
+            heard += word
+
+
+def tell(tail: Tail) -> bool:
+    """Write what is new; whether there was anything."""
+    is_news = False
+    for batch in tail.look():
+        if batch:
+            is_news = True
+            write("".join(json.dumps(message) + "\n" for message in batch).encode("ascii"))
+    return is_news
+
+
+def write(data: bytes) -> None:
+    """Write all of it to stdout at once."""
+    while data:
+        data = data[os.write(1, data) :]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

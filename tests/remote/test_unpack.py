@@ -1,0 +1,67 @@
+"""Copying to a node: each entry whole or not at all."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+import pytest
+
+
+def archive(entries: dict[str, bytes]) -> bytes:
+    stream = io.BytesIO()
+    with tarfile.open(fileobj=stream, mode="w") as made:
+        for name, content in entries.items():
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            made.addfile(member, io.BytesIO(content))
+    return stream.getvalue()
+
+
+def unpack(repository: Path, directory: Path, data: bytes, *options: str) -> subprocess.CompletedProcess[bytes]:
+    command = [sys.executable, repository / "remote" / "unpack.py", *options, directory]
+    return subprocess.run(command, input=data, capture_output=True)
+
+
+def test_entries_arrive_and_are_reported(repository: Path, tmp_path: Path) -> None:
+    """Every top-level entry is there with its files, and the answer names it."""
+    done = unpack(repository, tmp_path / "to", archive({"a/x": b"1", "a/sub/y": b"2", "b/z": b"3"}))
+    assert json.loads(done.stdout) == {"unpacked": ["a", "b"], "kept": []}
+    assert (tmp_path / "to/a/sub/y").read_bytes() == b"2"
+
+
+def test_what_is_there_already_is_kept(repository: Path, tmp_path: Path) -> None:
+    """An entry that exists is named by its content: it is not touched again."""
+    unpack(repository, tmp_path, archive({"a/x": b"old"}))
+    done = unpack(repository, tmp_path, archive({"a/x": b"new"}))
+    assert json.loads(done.stdout) == {"unpacked": [], "kept": ["a"]}
+    assert (tmp_path / "a/x").read_bytes() == b"old"
+
+
+def test_a_stream_that_breaks_leaves_the_complete_entries_and_nothing_half(repository: Path, tmp_path: Path) -> None:
+    """Cut in the middle of the second entry: the first is there, of the second nothing."""
+    whole = archive({"a/x": b"1" * 600, "b/y": b"2" * 100_000})
+    done = unpack(repository, tmp_path, whole[: len(whole) // 2])
+    assert done.returncode == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a"]
+
+
+def test_a_wheel_must_have_the_hash_that_names_it(repository: Path, tmp_path: Path) -> None:
+    """With --sha256 a damaged file is refused by name and not kept."""
+    good = hashlib.sha256(b"wheel").hexdigest()
+    done = unpack(repository, tmp_path, archive({f"{good}/w.whl": b"wheel", "0" * 64 + "/bad.whl": b"wheel"}), "--sha256")
+    assert done.returncode == 1 and b"bad.whl arrived damaged" in done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == [good]
+
+
+@pytest.mark.parametrize("name", ["../evil", "/evil", "a/../../evil", "."])
+def test_names_that_lead_outside_are_refused(repository: Path, tmp_path: Path, name: str) -> None:
+    """A stream cannot write anywhere but below its directory."""
+    done = unpack(repository, tmp_path / "to", archive({name: b"x"}))
+    assert done.returncode == 1 and b"leads outside" in done.stderr
+    assert not (tmp_path / "evil").exists()

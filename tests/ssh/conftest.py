@@ -1,0 +1,45 @@
+"""Nodes for the tests of this folder: throw-away sshd processes on loopback.
+
+    def test_something(sshd_factory):
+        node0, node1 = sshd_factory(2, MaxStartups="3")
+
+`sshd_factory` ends its nodes with the test; `session_sshd_factory`, for nodes that take long to prepare, at the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from sshd import SSHD, SshdNodes
+
+HERE = Path(__file__).parent
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if HERE in item.path.parents:
+            item.add_marker(pytest.mark.ssh)
+
+
+@pytest.fixture
+def sshd_factory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SshdNodes]:
+    """Starts nodes that live as long as this test: `sshd_factory(count, **sshd_config) -> list[SshdNode]`."""
+    yield from _factory(tmp_path_factory)
+
+
+@pytest.fixture(scope="session")
+def session_sshd_factory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SshdNodes]:
+    """Starts nodes that live as long as the test session."""
+    yield from _factory(tmp_path_factory)
+
+
+def _factory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SshdNodes]:
+    if SSHD is None:
+        pytest.skip("no sshd on this machine: install openssh-server (`make system`)")
+    nodes = SshdNodes(tmp_path_factory.mktemp("sshd"))
+    try:
+        yield nodes
+    finally:
+        nodes.close()

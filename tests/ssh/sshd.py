@@ -1,0 +1,258 @@
+"""Throw-away SSH servers on loopback: machines to all that speaks SSH, each with an address and a home of its own.
+
+Each server is Debian's own sshd, run by whoever runs the tests, on 127.0.0.2, 127.0.0.3, …; it lets one throw-away key
+in. Whatever is started through a server stays in that server's process tree even when its parent dies. So a test can
+list all that lives "on" a node, and stopping the node ends all of it and nothing else.
+"""
+
+from __future__ import annotations
+
+import os
+import pwd
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+SSHD = shutil.which("sshd", path=os.pathsep.join((os.environ.get("PATH", ""), "/usr/sbin", "/sbin")))
+SFTP_SERVER = "/usr/lib/openssh/sftp-server"
+LIMIT_S = 10.0
+POLL_S = 0.01
+
+# PR_SET_CHILD_SUBREAPER (36) outlives exec: orphans become children of this server, not of process 1; sshd reaps them.
+_BECOME_SSHD = "import ctypes, os, sys; ctypes.CDLL(None).prctl(36, 1, 0, 0, 0); os.execv(sys.argv[1], sys.argv[1:])"
+
+# SetEnv gives the node its own HOME, but sshd changes to the directory in /etc/passwd: go to that HOME as a login does.
+_START_AT_HOME = 'cd "$HOME" && exec "$SHELL" ${SSH_ORIGINAL_COMMAND+-c "$SSH_ORIGINAL_COMMAND"}'
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeProcess:
+    """A process that lives on a node; pid and start time (clock ticks since boot) together name it for good."""
+
+    pid: int
+    parent: int
+    started: int
+    argv: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SshdNode:
+    """One server and what is needed to log in."""
+
+    host: str
+    port: int
+    user: str
+    key: Path
+    known_hosts: Path
+    home: Path
+    log: Path
+    pid: int
+
+    def ssh(self, *command: str) -> tuple[str, ...]:
+        """The OpenSSH client's command line that runs `command` here, host key checked."""
+        options = {
+            "BatchMode": "yes",
+            "IdentitiesOnly": "yes",
+            "StrictHostKeyChecking": "yes",
+            "UserKnownHostsFile": str(self.known_hosts),
+            "ConnectTimeout": "10",
+        }
+        flags = [word for name, value in options.items() for word in ("-o", f"{name}={value}")]
+        return (
+            "ssh",
+            "-F",
+            "none",
+            *flags,
+            "-i",
+            str(self.key),
+            "-p",
+            str(self.port),
+            f"{self.user}@{self.host}",
+            *command,
+        )
+
+    def processes(self) -> tuple[NodeProcess, ...]:
+        """All that was started through this server and lives, sshd's own processes for open sessions included."""
+        return descendants(self.pid)
+
+
+class SshdNodes:
+    """Makes nodes when called, and ends them all with `close`."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._groups = 0
+        self._servers: list[subprocess.Popen[bytes]] = []
+
+    def __call__(self, count: int, **config: str) -> list[SshdNode]:
+        """Start `count` servers on one free port; `config` replaces settings of ours, as in MaxStartups="3"."""
+        group = self._directory / f"group{self._groups}"
+        self._groups += 1
+        group.mkdir(parents=True)
+        for name in ("user_key", *(f"host_key{index}" for index in range(count))):
+            make_key(group / name)
+        for _ in range(5):
+            try:
+                return self._start(group, _free_port(), count, config)
+            except _PortTaken:
+                continue  # by somebody else, between our asking and sshd's binding
+        raise RuntimeError("five times another process took the port that was free just before")
+
+    def close(self) -> None:
+        while self._servers:
+            stop(self._servers.pop())
+
+    def _start(self, group: Path, port: int, count: int, config: Mapping[str, str]) -> list[SshdNode]:
+        before = len(self._servers)
+        try:
+            nodes = [self._start_one(group, port, index, config) for index in range(count)]
+            for server, node in zip(self._servers[before:], nodes, strict=True):
+                _wait_until_listening(server, node.log)
+        except BaseException:
+            while len(self._servers) > before:
+                stop(self._servers.pop())
+            raise
+        host_keys = ((node.host, (group / f"host_key{index}.pub").read_text()) for index, node in enumerate(nodes))
+        (group / "known_hosts").write_text("".join(f"[{host}]:{port} {key}" for host, key in host_keys))
+        return nodes
+
+    def _start_one(self, group: Path, port: int, index: int, config: Mapping[str, str]) -> SshdNode:
+        host, home, log = f"127.0.0.{index + 2}", _make_home(group, index), group / f"sshd{index}.log"
+        settings = {**_settings(host, port, home, group / f"host_key{index}"), **config}
+        settings_file = group / f"sshd_config{index}"
+        settings_file.write_text("".join(f"{name} {value}\n" for name, value in settings.items()))
+        log.unlink(missing_ok=True)
+        sshd = (str(SSHD), "-D", "-f", str(settings_file), "-E", str(log))
+        server = subprocess.Popen(
+            (sys.executable, "-c", _BECOME_SSHD, *sshd), stdin=subprocess.DEVNULL, cwd="/", start_new_session=True
+        )
+        self._servers.append(server)
+        return SshdNode(
+            host=host,
+            port=port,
+            user=pwd.getpwuid(os.getuid()).pw_name,
+            key=group / "user_key",
+            known_hosts=group / "known_hosts",
+            home=home,
+            log=log,
+            pid=server.pid,
+        )
+
+
+def make_key(path: Path) -> None:
+    """Make an ed25519 key without a passphrase, and `path`.pub beside it."""
+    command = ("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", path.name, "-f", str(path))
+    subprocess.run(command, check=True, stdin=subprocess.DEVNULL, timeout=30)
+
+
+def descendants(pid: int) -> tuple[NodeProcess, ...]:
+    """All living descendants of a process. Zombies are not counted: nothing of them runs."""
+    children: dict[int, list[NodeProcess]] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and (process := _read_process(entry)):
+            children.setdefault(process.parent, []).append(process)
+    found: list[NodeProcess] = []
+    parents = [pid]
+    while parents:
+        below = children.get(parents.pop(), [])
+        found += below
+        parents += [process.pid for process in below]
+    return tuple(found)
+
+
+def stop(server: subprocess.Popen[bytes]) -> None:
+    """End a server and everything that was started through it; the server last, for it holds the orphans together."""
+    deadline = time.monotonic() + LIMIT_S
+    while server.poll() is None and (left := descendants(server.pid)):
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"alive {LIMIT_S:g} s after SIGKILL: {left}")
+        for process in left:
+            if _read_process(Path(f"/proc/{process.pid}")) == process:
+                _kill(process.pid)
+        time.sleep(POLL_S)
+    server.terminate()
+    server.wait(timeout=LIMIT_S)
+
+
+class _PortTaken(Exception):
+    pass
+
+
+def _make_home(group: Path, index: int) -> Path:
+    """A home that lets the key in the usual way, so that further keys can be added to it as on any machine."""
+    home = group / f"home{index}"
+    (home / ".ssh").mkdir(mode=0o700, parents=True, exist_ok=True)
+    shutil.copyfile(group / "user_key.pub", home / ".ssh" / "authorized_keys")
+    return home
+
+
+def _settings(host: str, port: int, home: Path, host_key: Path) -> dict[str, str]:
+    if os.geteuid() == 0:
+        Path("/run/sshd").mkdir(mode=0o755, exist_ok=True)  # where sshd of root locks its unprivileged part in
+    return {
+        "ListenAddress": host,
+        "Port": str(port),
+        "HostKey": str(host_key),
+        "AuthorizedKeysFile": str(home / ".ssh" / "authorized_keys"),
+        "StrictModes": "no",  # the test directory may lie below /tmp, which everybody may write to
+        "UsePAM": "no",
+        "PasswordAuthentication": "no",
+        "KbdInteractiveAuthentication": "no",
+        "PermitRootLogin": "prohibit-password",
+        "PermitUserEnvironment": "no",
+        "SetEnv": f"HOME={home}",
+        "ForceCommand": _START_AT_HOME,
+        "Subsystem": f"sftp {SFTP_SERVER}",
+        "MaxStartups": "100",
+        "PidFile": "none",
+        "LogLevel": "VERBOSE",
+    }
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.2", 0))
+        return int(probe.getsockname()[1])
+
+
+def _wait_until_listening(server: subprocess.Popen[bytes], log: Path) -> None:
+    """Wait for this server's own word: a port that answers might be somebody else's."""
+    deadline = time.monotonic() + LIMIT_S
+    while time.monotonic() < deadline:
+        ended = server.poll() is not None
+        text = log.read_text(errors="replace") if log.exists() else ""
+        if "Address already in use" in text:
+            raise _PortTaken
+        if ended:
+            raise RuntimeError(f"sshd ended at once ({server.returncode}): {text or 'it logged nothing'}")
+        if "Server listening on" in text:
+            return
+        time.sleep(POLL_S)
+    raise RuntimeError(f"sshd did not listen within {LIMIT_S:g} s: {text}")
+
+
+def _read_process(entry: Path) -> NodeProcess | None:
+    """The process of a /proc/<pid> directory; None for a zombie, and for one that just ended."""
+    try:
+        # The name in parentheses may hold anything, spaces and parentheses too.
+        state, parent, *fields = (entry / "stat").read_text(errors="replace").rpartition(")")[2].split()
+        argv = (entry / "cmdline").read_bytes().rstrip(b"\0").split(b"\0")
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    if state in "ZX":
+        return None
+    words = tuple(os.fsdecode(word) for word in argv)
+    return NodeProcess(pid=int(entry.name), parent=int(parent), started=int(fields[17]), argv=words)
+
+
+def _kill(pid: int) -> None:
+    try:
+        os.kill(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass  # it ended by itself

@@ -1,0 +1,64 @@
+"""The mpirun line of every flavour, word by word."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from orchestrator.planning.mpirun import MpiRequest, mpi_command
+
+REQUEST = MpiRequest(
+    flavour="impi",
+    program="/r/envs/e/bin/mpiexec.hydra",
+    hosts=(("10.0.0.10", 2), ("10.0.0.11", 2)),
+    hostfile_path="/r/runs/1/hostfile",
+    ssh_wrapper="/r/runs/1/ssh",
+    interface="eth0",
+    variables={"MASTER_ADDR": "10.0.0.10", "OMP_NUM_THREADS": "23"},
+    command=("/r/envs/e/bin/python", "/r/agent/a/rank.py"),
+)
+
+
+def test_intel_mpi_with_equal_nodes_is_the_guides_line() -> None:
+    """-f hostfile -n N -ppn P, the head's card, our ssh, the environment, the command."""
+    made = mpi_command(REQUEST)
+    assert made.hostfile == "10.0.0.10:2\n10.0.0.11:2\n"
+    assert made.argv == (
+        *("/r/envs/e/bin/mpiexec.hydra", "-f", "/r/runs/1/hostfile", "-n", "4", "-ppn", "2"),
+        *("-iface", "eth0", "-launcher", "ssh", "-launcher-exec", "/r/runs/1/ssh"),
+        *("-genv", "MASTER_ADDR", "10.0.0.10", "-genv", "OMP_NUM_THREADS", "23"),
+        *("/r/envs/e/bin/python", "/r/agent/a/rank.py"),
+    )
+    assert made.env == {"I_MPI_PIN": "0", "I_MPI_JOB_ABORT_SIGNAL": "15"}
+
+
+def test_unequal_nodes_take_their_counts_from_the_hostfile() -> None:
+    """Intel MPI believes a file's counts only as -machinefile and without -ppn."""
+    made = mpi_command(replace(REQUEST, hosts=(("10.0.0.10", 1), ("10.0.0.11", 2))))
+    assert made.hostfile == "10.0.0.10:1\n10.0.0.11:2\n"
+    assert made.argv[1:5] == ("-machinefile", "/r/runs/1/hostfile", "-n", "3")
+    assert "-ppn" not in made.argv
+
+
+def test_mpich_reads_unequal_counts_from_its_own_option() -> None:
+    """MPICH's -f holds the counts; it has no binding to switch off."""
+    made = mpi_command(replace(REQUEST, flavour="mpich", hosts=(("a", 1), ("b", 2))))
+    assert made.argv[1:5] == ("-f", "/r/runs/1/hostfile", "-n", "3")
+    assert "-ppn" not in made.argv and made.env == {}
+
+
+def test_one_machine_needs_no_ssh() -> None:
+    """Without other nodes there is no launcher option."""
+    made = mpi_command(replace(REQUEST, hosts=(("127.0.0.1", 2),), ssh_wrapper=None))
+    assert "-launcher-exec" not in made.argv and "-iface" not in made.argv
+
+
+def test_open_mpi_speaks_its_own_dialect() -> None:
+    """slots= in the hostfile, -x for the environment, binding off, its install prefix for the other nodes."""
+    made = mpi_command(replace(REQUEST, flavour="openmpi", program="/r/envs/e/bin/mpirun"))
+    assert made.hostfile == "10.0.0.10 slots=2\n10.0.0.11 slots=2\n"
+    assert made.argv == (
+        *("/r/envs/e/bin/mpirun", "--hostfile", "/r/runs/1/hostfile", "-n", "4", "--map-by", "slot", "--bind-to", "none"),
+        *("--prefix", "/r/envs/e", "--prtemca", "plm_ssh_agent", "/r/runs/1/ssh"),
+        *("-x", "MASTER_ADDR=10.0.0.10", "-x", "OMP_NUM_THREADS=23", "-x", "CLUSTER_TRAIN_LAUNCH"),
+        *("/r/envs/e/bin/python", "/r/agent/a/rank.py"),
+    )

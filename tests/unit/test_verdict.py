@@ -1,0 +1,44 @@
+"""What failed first, told apart from what died of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from orchestrator.planning.verdict import judge
+
+
+def ended(rank: int, at_s: float, code: int | None = 0, signal: str | None = None, stopped: bool = False) -> dict[str, Any]:
+    return {
+        "rank": rank,
+        "node": f"node{rank // 2}",
+        "exit_code": code,
+        "signal": signal,
+        "ended_unix_s": at_s,
+        "stopped": stopped,
+    }
+
+
+def test_the_first_failure_is_named() -> None:
+    """Of several failures the earliest counts; ranks that were told to stop do not."""
+    exits = [ended(0, 1.0, None, "SIGTERM", stopped=True), ended(2, 3.0, 3), ended(3, 4.0, 1)]
+    verdict = judge({"state": "failed", "mpirun_exit": 3}, exits)
+    assert (verdict.rank, verdict.node, verdict.exit_code) == (2, "node1", 3)
+    assert verdict.summary == "rank 2 on node1 ended with exit code 3"
+
+
+def test_a_killed_rank_is_named_with_its_signal() -> None:
+    """A signal is told by its name."""
+    verdict = judge({"state": "failed", "mpirun_exit": 255}, [ended(1, 1.0, None, "SIGKILL")])
+    assert verdict.summary == "rank 1 on node0 was killed by SIGKILL"
+
+
+def test_a_failure_without_a_rank_tells_what_mpirun_said() -> None:
+    """Where no rank failed, the reason on record or mpirun's exit code is all there is."""
+    assert "255" in judge({"state": "failed", "mpirun_exit": 255}, []).summary
+    assert judge({"state": "lost", "reason": "the supervisor died"}, []).summary == "the supervisor died"
+
+
+def test_a_good_end_and_a_stop_are_no_failures() -> None:
+    """Success and a stop that was asked for name no culprit."""
+    assert judge({"state": "succeeded"}, [ended(0, 1.0)]).rank is None
+    assert judge({"state": "stopped"}, [ended(0, 1.0, None, "SIGTERM", stopped=True)]).summary == "the run was stopped"
