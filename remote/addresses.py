@@ -204,7 +204,7 @@ def read_if_inet6():
 # Its name and its ports
 
 
-class Resolution(object):
+class Resolution:
     """What the machine's own name resolves to, looked up beside the other work: name servers may be slow or silent."""
 
     def __init__(self, hostname):

@@ -106,7 +106,8 @@ def backend_for(asked):
 
 def effective_backend():
     """The torch.distributed backend of this run."""
-    return json.loads(os.environ.get(SETTINGS_VARIABLE, "{}")).get("backend", "gloo")
+    settings = json.loads(os.environ.get(SETTINGS_VARIABLE, "null")) or {}
+    return settings.get("backend", "gloo")
 
 
 def register_backend(name):
@@ -303,8 +304,6 @@ class StandIns:
 
 class StandIn(types.ModuleType):
     """A module in place of one that is not installed; what it lacks is named."""
-
-    __version__ = "0"  # once imported it is seen by who compares versions, and must be no version that fits
 
     def __getattr__(self, name):
         raise AttributeError("%s is not installed, and cluster-train's stand-in has no %s" % (self.__name__, name))

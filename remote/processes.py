@@ -84,9 +84,7 @@ def tagged(variables: dict) -> list:
     wanted = {("%s=%s" % item).encode("utf-8", "surrogateescape") for item in variables.items()}
     spared = _lineage()
     return [
-        _identity(stat)
-        for stat in _all()
-        if stat.alive and stat.pid not in spared and wanted.issubset(_environment(stat.pid))
+        _identity(stat) for stat in _all() if stat.alive and stat.pid not in spared and wanted.issubset(_environment(stat.pid))
     ]
 
 

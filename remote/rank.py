@@ -113,8 +113,11 @@ def main() -> int:
 def find_place(environ: dict) -> tuple:
     """Rank, size, local rank and local size as MPI tells them; None for what it does not tell."""
     for names in MPI_VARIABLES:
-        if names[0] in environ:
-            return tuple(int(environ[name]) if name in environ else None for name in names)
+        told = [name and environ.get(name) for name in names]
+        if told[0] is not None and all(value is None or value.isdigit() for value in told):
+            return tuple(value if value is None else int(value) for value in told)
+        if told[0] is not None:
+            raise Refused("MPI's variables %s are no numbers: %s" % (names, told))
     raise Refused("no MPI tells this process its rank (no PMI_RANK, OMPI_COMM_WORLD_RANK or PMIX_RANK): use mpirun")
 
 
@@ -129,8 +132,10 @@ def check_place(rank: Rank, place: tuple) -> None:
         ("ranks on this node", local_size, plan.get("local_world_size")),
     )
     wrong = ["%s: %s instead of %s" % check for check in checks if check[1] is not None and check[1] != check[2]]
-    if wrong or not plan:
-        raise Refused("mpirun did not follow the plan (%s)" % ("; ".join(wrong) or "it has no such rank"))
+    if not plan:
+        wrong = ["it has no such rank"]
+    if wrong:
+        raise Refused("mpirun did not follow the plan (%s)" % "; ".join(wrong))
 
 
 def script_environment(rank: Rank, inherited: dict) -> dict:

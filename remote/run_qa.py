@@ -8,6 +8,7 @@ Unlike the rest of this directory it needs the training stack (Python >= 3.9, tr
 stays one file, so that a job can carry it alone to the nodes: options, pure functions, then training.
 """
 
+import copy
 import hashlib
 import importlib.util
 import inspect
@@ -652,6 +653,8 @@ def announce(args: TrainingArguments) -> None:
 
 def train(trainer: Trainer, checkpoint: Optional[str]) -> None:
     """Train, then save the model, the Trainer's state and the figures of the training."""
+    if checkpoint and trainer.is_world_process_zero():
+        print(f"resuming from {checkpoint}", flush=True)
     metrics = trainer.train(resume_from_checkpoint=checkpoint).metrics
     trainer.save_model()
     trainer.save_state()
@@ -696,13 +699,14 @@ def main() -> None:
         load_question_set(split, data, model_options, tokenizer, args) if asked else None
         for split, asked in (("train", args.do_train), ("validation", args.do_eval), ("test", args.do_predict))
     )
+    checkpoint = find_checkpoint(args) if train_set else None
+    if train_set and validation_set and data.eval_before_train and not checkpoint:
+        # Not with the Trainer, nor the model, that is trained later: accelerate 1.15 marks a model that was evaluated as
+        # prepared, Trainer then leaves it without DDP, and every rank silently trains a model of its own.
+        untrained = build_trainer(copy.deepcopy(model), tokenizer, data, args, None, validation_set)
+        evaluate(untrained, "eval before training", "eval_before")
     trainer = build_trainer(model, tokenizer, data, args, train_set, validation_set)
     if train_set:
-        checkpoint = find_checkpoint(args)
-        if checkpoint and args.process_index == 0:
-            print(f"resuming from {checkpoint}", flush=True)
-        if validation_set and data.eval_before_train and not checkpoint:
-            evaluate(trainer, "eval before training", "eval_before")
         train(trainer, checkpoint)
     if validation_set:
         evaluate(trainer, "eval after training" if train_set else "eval", "eval")

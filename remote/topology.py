@@ -17,7 +17,7 @@ QUOTA = ("cpu", ("cpu.cfs_quota_us",), ("cpu.max",))
 MEMORY = ("memory", ("memory.limit_in_bytes",), ("memory.max",))
 
 
-class Tree(object):
+class Tree:
     """The files below /proc and /sys: of this machine (`root` is empty), or of a copy of another one's."""
 
     def __init__(self, root=""):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import logging
 import shlex
 import socket
 from collections.abc import Sequence
@@ -24,6 +25,9 @@ from orchestrator.specs.inventory import Login, SshOptions
 KEEPALIVE_S = 15
 CHANNEL_TIMEOUT_S = 20
 WRITE_TIMEOUT_S = 60
+# Paramiko logs tracebacks of what it raises as well; whoever wants them adds a handler.
+logging.getLogger("paramiko").addHandler(logging.NullHandler())
+
 WINDOW_BYTES = 1 << 24  # the default of 2 MiB holds a fast link back
 
 

@@ -107,11 +107,11 @@ class Stack(_Section):
 class Job(_Section):
     """What every rank runs. Paths are relative to the current directory, as on a shell's command line."""
 
-    script: v.PathText | None = Field(default=None, description="the training script")
+    script: v.Script | None = Field(default=None, description="the training script")
     args: tuple[v.Text, ...] = Field(default=(), description="its arguments, handed on as they are written here")
     ppn: v.Ppn = Field(default="auto", description="ranks per node; auto: one per socket, numa: one per NUMA node")
     omp_threads: v.AutoOrCount = Field(default="auto", description="OMP_NUM_THREADS; auto: the rank's cores minus ccl_workers")
-    ccl_workers: v.CountOrNone = Field(default=1, description="cores of each rank that are left to communication")
+    ccl_workers: v.CountFromZero = Field(default=1, description="cores of each rank that are left to communication")
     bf16: v.AutoOrBool = Field(default="auto", description="train in bfloat16; auto: where every node computes it in hardware")
     env: Mapping[v.EnvName, v.Text] = Field(default={}, description="environment variables of every rank", repr=False)
     sync: tuple[v.PathText, ...] = Field(default=(), description="files and directories copied beside the script")
@@ -197,16 +197,15 @@ def apply_overrides(inventory: Inventory, *, script: str | None, args: Sequence[
     """The inventory with the script and arguments that the command line gives after `--`; without a script, unchanged.
 
     Raises:
-        InventoryError: the kernel or the wire could not carry one of them.
+        InventoryError: the script is an option, or one of the words could not be passed to a program.
     """
     if script is None:
         return inventory
     try:
         job = Job.model_validate({**dict(inventory.job), "script": script, "args": tuple(args)})
     except ValidationError as error:
-        words = [script, *args]
-        at = [words[0 if one["loc"][0] == "script" else int(one["loc"][-1]) + 1] for one in error.errors()]
-        raise InventoryError(f"cannot be passed to a program: {', '.join(map(repr, at))}") from None
+        rows = [f"after --: {one['msg']}, got {one['input']!r}" for one in error.errors()]
+        raise InventoryError("\n".join(rows), advice="write -- SCRIPT ARGS…") from None
     return inventory.model_copy(update={"job": job})
 
 

@@ -163,6 +163,8 @@ HostKeys = Literal["strict", "accept-new"]
 
 Text = Annotated[str, Expected("text"), AfterValidator(_portable)]
 PathText = Annotated[str, Field(min_length=1), Expected("a path"), AfterValidator(_portable)]
+# A script that begins with a dash is an option whose script was forgotten; Python would take it for its own.
+Script = Annotated[str, Field(pattern=r"^[^-]"), Expected("the path of a script"), AfterValidator(_portable)]
 Name = Annotated[
     str,
     Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]*$", max_length=64),
@@ -185,7 +187,7 @@ Url = Annotated[str, Field(pattern=r"^(https?|file)://[^\s\x00-\x1f]+$"), Expect
 
 # Upper bounds keep a slip of the finger from asking for a billion ranks, or for more seconds than a socket can wait.
 Count = Annotated[int, Field(ge=1, le=9999), Expected("a whole number from 1 to 9999")]
-CountOrNone = Annotated[int, Field(ge=0, le=9999), Expected("a whole number from 0 to 9999")]
+CountFromZero = Annotated[int, Field(ge=0, le=9999), Expected("a whole number from 0 to 9999")]
 Seconds = Annotated[float, Field(ge=0, le=86400), Expected("a number of seconds from 0 to 86400")]
 PositiveSeconds = Annotated[float, Field(gt=0, le=86400), Expected("a number of seconds above 0, up to 86400")]
 Ppn = Annotated[Literal["auto", "numa"] | Count, Expected("auto, numa or a whole number from 1 to 9999")]

@@ -1,0 +1,92 @@
+"""The two containers for the tests of this folder: pytest-docker starts docker/compose.yaml once per test session.
+
+Project, network and keys belong to this session alone: several of them, and a cluster started by hand, live side by
+side on one engine.
+"""
+
+from __future__ import annotations
+
+import shlex
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from containers import DOCKER, ClusterNode, ContainerCluster, DockerError, cluster_command
+from pytest_docker.plugin import Services
+
+HERE = Path(__file__).parent
+START_LIMIT_S = 60
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if HERE in item.path.parents:
+            item.add_marker(pytest.mark.cluster)
+
+
+@pytest.fixture(scope="session")
+def docker_engine() -> Any:
+    """The engine, with the base image on it; where none answers, the tests that need it are skipped."""
+    try:
+        engine = cluster_command.find_engine()
+    except DockerError as error:
+        pytest.skip(str(error))
+    cluster_command.ensure_base_image(engine.docker)
+    return engine
+
+
+@pytest.fixture(scope="session")
+def docker_compose_command(docker_engine: Any) -> str:
+    return shlex.join(docker_engine.compose)
+
+
+@pytest.fixture(scope="session")
+def docker_compose_file() -> str:
+    return str(DOCKER / "compose.yaml")
+
+
+@pytest.fixture(scope="session")
+def docker_compose_project_name(docker_engine: Any) -> Iterator[str]:
+    """A name of this session's own; what bears it is removed at the end, and when the start fails half-way too."""
+    name = f"cluster-train-test-{uuid.uuid4().hex[:8]}"
+    yield name
+    cluster_command.remove_project(docker_engine.docker, name)
+
+
+@pytest.fixture(scope="session")
+def docker_setup(cluster_state: Path) -> list[str]:
+    """Build before starting: both services use the image that only node0 builds."""
+    return ["build", "up --detach"]
+
+
+@pytest.fixture(scope="session")
+def docker_cleanup() -> list[str]:
+    return []  # docker_compose_project_name removes everything
+
+
+@pytest.fixture(scope="session")
+def cluster_state(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The directory of this session's key, which compose learns from the environment as it does by hand."""
+    directory = tmp_path_factory.mktemp("cluster-state")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CLUSTER_TRAIN_AUTHORIZED_KEY", cluster_command.make_user_key(directory))
+        yield directory
+
+
+@pytest.fixture(scope="session")
+def container_cluster(
+    docker_engine: Any, docker_services: Services, docker_compose_project_name: str, cluster_state: Path
+) -> ContainerCluster:
+    """Both containers, answering to SSH."""
+    docker, project = docker_engine.docker, docker_compose_project_name
+    nodes = cluster_command.wait_for_ssh(docker, project, timeout_s=START_LIMIT_S)
+    cluster_command.write_known_hosts(cluster_state / "known_hosts", docker, nodes)
+    return ContainerCluster(
+        docker=docker,
+        nodes=tuple(ClusterNode(name=node.name, address=node.address, container=node.container) for node in nodes),
+        user=cluster_command.USER,
+        key=cluster_state / "id_ed25519",
+        known_hosts=cluster_state / "known_hosts",
+    )
