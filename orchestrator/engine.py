@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -65,7 +66,7 @@ def up(inventory: Inventory, emit: Emit, *, detach: bool, log_dir: str | None) -
         launch.start(fleet.head, nodes[0].root, interpreter(inventory), plan, label)
         run = _reference(inventory, plan.run_id, label)
         if detach:
-            emit(Step(text=f"run {plan.run_id} goes on by itself: cluster-train logs -f --run {plan.run_id}"))
+            emit(Step(text=f"run {plan.run_id} goes on by itself: {_again(inventory, 'logs -f', plan.run_id)}"))
             return None
         return _follow_to_the_end(fleet, inventory, run, record, emit)
 
@@ -310,6 +311,7 @@ def _reference(inventory: Inventory, run_id: str, label: Mapping[str, Any], flee
         root=label["root"],
         python=interpreter(inventory),
         ranks={node: tuple(ranks) for node, ranks in label["ranks"].items()},
+        again=_again(inventory, "logs -f", run_id),
     )
 
 
@@ -379,6 +381,11 @@ def _sweep(fleet: Fleet, inventory: Inventory, run_id: str, emit: Emit) -> None:
         for what, text in (("killed", "was left running and has been ended"), ("left", "COULD NOT BE ENDED")):
             for process in found[what]:
                 emit(Notice(text=f"{node}: process {process['pid']} of run {run_id} {text}"))
+
+
+def _again(inventory: Inventory, verb: str, run_id: str) -> str:
+    """The command that takes this run up again, as it can be typed."""
+    return shlex.join(["cluster-train", *verb.split(), *([inventory.file] if inventory.file else []), "--run", run_id])
 
 
 def _outcome(run: RunReference, record: RunRecord, followed: Followed) -> Outcome:

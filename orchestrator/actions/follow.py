@@ -23,13 +23,20 @@ FINAL_STATES = frozenset({"succeeded", "failed", "stopped", "lost"})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunReference:
-    """Where a run is: its id, its directory (the same path on every node), and the ranks of each node, the head first."""
+    """Where a run is.
+
+    Args:
+        run_dir: its directory, the same path on every node.
+        ranks: the ranks of each node, the head first.
+        again: the command that follows it again, for advice.
+    """
 
     run_id: str
     run_dir: str
     root: str
     python: str
     ranks: Mapping[str, tuple[int, ...]]
+    again: str
 
 
 @dataclass(slots=True)
@@ -80,7 +87,7 @@ class Follower:
                 raise UnreachableError(
                     f"{node}: the connection was lost while following; the run goes on ({str(item) or type(item).__name__})",
                     node=node,
-                    advice=f"cluster-train logs -f --run {self._run.run_id}",
+                    advice=self._run.again,
                 ) from item
             else:
                 self._take(node, item)

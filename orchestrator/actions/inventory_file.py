@@ -27,7 +27,7 @@ def load_inventory(path: str | os.PathLike[str], environment: Mapping[str, str] 
     """
     file = os.fspath(path)
     text = _text(file, _content(file))
-    return parse_inventory(text, file=file, environment=os.environ if environment is None else environment)
+    return parse_inventory(text, file=file, environment=os.environ if environment is None else environment).read_from(file)
 
 
 def _content(file: str) -> bytes:

@@ -56,8 +56,8 @@ _ON_CPU = "the nodes train on their CPUs"
 _AUTOCAST = "PyTorch's own autocast is the only one"
 
 # Read from the wheels: the fields of `TrainingArguments` in 4.28.1, 4.29.0, 4.31.0, 4.32.0, 4.36.2, 4.40.2, 4.41.0, 4.45.2,
-# 4.46.0, 4.46.3, 4.47.0, 4.56.2, 4.57.0, 4.57.6, 5.0.0, 5.1.0, 5.2.0, 5.3.0 and 5.24.0. Two rows end at 5.3.0 because none
-# between 5.3.0 (has them, as deprecated) and 5.24.0 (has not) was opened; what is passed instead is right for all of these.
+# 4.46.0, 4.46.3, 4.47.0, 4.50.3, 4.56.2, 4.57.0, 4.57.6, 5.0.0, 5.1.0, 5.2.0, 5.3.0 and 5.24.0. Three rows end at the last
+# release that was seen to have the flag (4.50.3 before 4.56.2, 5.3.0 before 5.24.0); in between the successor is right as well.
 FLAGS: tuple[Flag, ...] = (
     # Which device, which backend.
     Flag(name="no_cuda", until=_V4, switch=True, successor="use_cpu", meaning=_ON_CPU),
@@ -90,7 +90,7 @@ FLAGS: tuple[Flag, ...] = (
     Flag(name="warmup_ratio", until=Version("5.3.0"), successor="warmup_steps"),  # since 5.0.0 a ratio where below 1
     Flag(name="adafactor", until=_V4, switch=True, successor="optim", value="adafactor"),
     # Evaluation and output.
-    Flag(name="evaluation_strategy", until=Version("4.46.3"), successor="eval_strategy"),
+    Flag(name="evaluation_strategy", until=Version("4.50.3"), successor="eval_strategy"),
     Flag(name="eval_strategy", since=Version("4.41.0"), successor="evaluation_strategy"),
     Flag(name="include_inputs_for_metrics", until=_V4, switch=True, successor="include_for_metrics", value="inputs"),
     Flag(name="overwrite_output_dir", until=_V4, switch=True, meaning="the output directory is written to as it is"),

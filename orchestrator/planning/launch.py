@@ -6,7 +6,7 @@ import base64
 import json
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from orchestrator.errors import PreflightError
@@ -107,7 +107,7 @@ def plan_launch(request: LaunchRequest) -> LaunchPlan:
         inventory.job.omp_threads,
         inventory.job.ccl_workers,
     )
-    ranks = tuple(_with_env(rank, network, inventory) for rank in placed)
+    ranks = tuple(_with_env(rank, placed, network, inventory) for rank in placed)
     translation = _translate(request)
     run_dir = f"{nodes[0].root}/runs/{request.run_id}"
     variables = _common_variables(nodes[0], ranks, network, inventory)
@@ -174,7 +174,7 @@ def _common_variables(head: NodeFacts, ranks: Sequence[RankPlan], network: Netwo
     return variables | ({"OMP_NUM_THREADS": str(threads.pop())} if len(threads) == 1 else {})
 
 
-def _with_env(rank: RankPlan, network: NetworkChoice, inventory: Inventory) -> RankPlan:
+def _with_env(rank: RankPlan, placed: Sequence[RankPlan], network: NetworkChoice, inventory: Inventory) -> RankPlan:
     """The rank with its own variables. What the person sets wins."""
     endpoint = next(endpoint for endpoint in network.endpoints if endpoint.node == rank.node)
     computed = {
@@ -182,20 +182,18 @@ def _with_env(rank: RankPlan, network: NetworkChoice, inventory: Inventory) -> R
         "GLOO_SOCKET_IFNAME": endpoint.interface,
         "CCL_KVS_IFACE": endpoint.interface,
         "FI_TCP_IFACE": endpoint.interface,
-        "CCL_WORKER_AFFINITY": ",".join(map(str, rank.comm_cores)),
+        "CCL_WORKER_AFFINITY": _worker_affinity([other for other in placed if other.node == rank.node], inventory),
         "CLUSTER_TRAIN_NODE": rank.node,
     }
     chosen = {name: inventory.job.env.get(name, value) for name, value in computed.items() if value}
-    return RankPlan(
-        rank=rank.rank,
-        local_rank=rank.local_rank,
-        local_world_size=rank.local_world_size,
-        node=rank.node,
-        cores=rank.cores,
-        comm_cores=rank.comm_cores,
-        omp_num_threads=rank.omp_num_threads,
-        env=chosen,
-    )
+    return replace(rank, env=chosen)
+
+
+def _worker_affinity(local: Sequence[RankPlan], inventory: Inventory) -> str:
+    """oneCCL takes the cores of all ranks of the node, in order; empty where a worker has no core of its own."""
+    cores = [core for rank in local for core in rank.comm_cores]
+    complete = all(len(rank.comm_cores) == inventory.job.ccl_workers for rank in local) and len(set(cores)) == len(cores)
+    return ",".join(map(str, cores)) if complete else ""
 
 
 def _document(

@@ -150,6 +150,7 @@ class Inventory(_Section):
     parallel: v.Count = Field(default=16, description="how many nodes are worked on at once")
 
     _hidden: frozenset[str] = PrivateAttr(frozenset())
+    _file: str = PrivateAttr("")
 
     @field_validator("nodes")
     @classmethod
@@ -167,6 +168,17 @@ class Inventory(_Section):
         """Values that no message may show: see `hiding`, and all of job.env whose name says so."""
         named = {value for name, value in self.job.env.items() if is_secret_name(name)}
         return frozenset(value for value in named | self._hidden if len(value) >= _SHORTEST_SECRET)
+
+    @property
+    def file(self) -> str:
+        """The file it was read from, as the person named it; empty where it was not read from one."""
+        return self._file
+
+    def read_from(self, file: str) -> Inventory:
+        """A copy that knows its file, so that advice can name commands that work."""
+        copy = self.model_copy()
+        copy._file = file
+        return copy
 
     def hiding(self, values: Iterable[str]) -> Inventory:
         """A copy whose `secrets` hold `values` too."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import io
 import json
-import os
 import subprocess
 import sys
 import tarfile
@@ -47,8 +46,8 @@ def test_only_what_changed_is_asked_for(repository: Path, tmp_path: Path) -> Non
     assert json.loads(asked.stdout) == {"missing": [hashlib.sha256(b"2").hexdigest()]}
     stage(repository, "build", tmp_path, "two", data=stream(manifest(second), [b"2"]))
     assert (tmp_path / "jobs/two/train.py").read_bytes() == b"2"
-    assert os.path.samefile(tmp_path / "jobs/one/data/big", tmp_path / "jobs/two/data/big")
-    assert os.stat(tmp_path / "jobs/two/train.py").st_mode & 0o777 == 0o555
+    assert (tmp_path / "jobs/one/data/big").samefile(tmp_path / "jobs/two/data/big")
+    assert (tmp_path / "jobs/two/train.py").stat().st_mode & 0o777 == 0o555
 
 
 def test_a_broken_stream_leaves_no_job(repository: Path, tmp_path: Path) -> None:
@@ -57,7 +56,7 @@ def test_a_broken_stream_leaves_no_job(repository: Path, tmp_path: Path) -> None
     whole = stream(manifest(files), list(files.values()))
     done = stage(repository, "build", tmp_path, "one", data=whole[:50_000])
     assert done.returncode == 1 and done.stderr.startswith(b"stage: ")
-    assert os.listdir(tmp_path / "jobs") == [".manifests"] and os.listdir(tmp_path / "jobs/.manifests") == []
+    assert [path.name for path in (tmp_path / "jobs").rglob("*")] == [".manifests"]
 
 
 def test_a_damaged_file_is_refused(repository: Path, tmp_path: Path) -> None:

@@ -210,7 +210,7 @@ def settings(draw: st.DrawFn) -> list[str]:
 
 @given(
     st.lists(settings()),
-    st.sampled_from(["4.26.0", "4.28.1", "4.31.0", "4.36.2", "4.46.3", "4.47.0", "4.57.6", "5.0.0", "5.1.0", "5.24.0"]),
+    st.sampled_from(["4.26.0", "4.28.1", "4.31.0", "4.36.2", "4.50.3", "4.56.2", "4.57.6", "5.0.0", "5.1.0", "5.24.0"]),
     st.sampled_from(["gloo", "ccl"]),
 )
 def test_every_release_accepts_the_translation(parts: list[list[str]], version: str, backend: str) -> None:

@@ -9,7 +9,9 @@ from orchestrator.planning.compat import choose_stack
 from orchestrator.specs.inventory import Stack
 
 
-@pytest.mark.parametrize(("torch", "bindings"), [("1.12.1", "1.12.100"), ("1.12.0", "1.12.0"), ("2.8.0", "2.8.0"), ("1.13.0", "1.13.0")])
+@pytest.mark.parametrize(
+    ("torch", "bindings"), [("1.12.1", "1.12.100"), ("1.12.0", "1.12.0"), ("2.8.0", "2.8.0"), ("1.13.0", "1.13.0")]
+)
 def test_the_bindings_match_torch_to_the_patch_version(torch: str, bindings: str) -> None:
     """oneccl_bind_pt 1.12.0 does not work with torch 1.12.1; the table knows."""
     choice = choose_stack(Stack(torch=torch, transformers=">=4.30", backend="ccl"), python_version="3.10", machine="x86_64")
@@ -60,6 +62,8 @@ def test_the_mpi_backend_is_refused() -> None:
 
 def test_ranges_are_kept_and_versions_pinned() -> None:
     """A version means exactly that one; a range stays a range."""
-    choice = choose_stack(Stack(torch="2.13.0", transformers=">=5,<6", accelerate="1.15.0"), python_version="3.11", machine="x86_64")
+    choice = choose_stack(
+        Stack(torch="2.13.0", transformers=">=5,<6", accelerate="1.15.0"), python_version="3.11", machine="x86_64"
+    )
     assert {"torch==2.13.0", "accelerate==1.15.0", "datasets", "impi-rt==2021.18.1"} <= set(choice.requirements)
     assert "transformers<6,>=5" in choice.requirements

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -43,5 +45,5 @@ def test_an_endless_line_is_shown_in_pieces() -> None:
 def test_portions_do_not_matter(data: bytes, cuts: list[int]) -> None:
     """Whatever the portions in which bytes come, the pieces are the same."""
     borders = [0, *sorted(cut for cut in cuts if cut <= len(data)), len(data)]
-    portions = [data[start:end] for start, end in zip(borders, borders[1:], strict=False)]
+    portions = [data[start:end] for start, end in pairwise(borders)]
     assert pieces_of(*portions) == pieces_of(data)
