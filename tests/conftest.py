@@ -5,41 +5,13 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
+from commands import COMMAND, COMMAND_LIMIT_S, REPOSITORY, ClusterTrain, LocalStack, Ran
 
 pytest_plugins = ["plugin_required"]
-
-REPOSITORY = Path(__file__).resolve().parent.parent
-COMMAND = Path(sys.executable).with_name("cluster-train")
-COMMAND_LIMIT_S = 900
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ran:
-    """What a `cluster-train` command did."""
-
-    exit_code: int
-    stdout: str
-    stderr: str
-
-    @property
-    def events(self) -> list[dict[str, Any]]:
-        """The JSON lines of a command that was given --json."""
-        return [json.loads(line) for line in self.stdout.splitlines()]
-
-    @property
-    def result(self) -> dict[str, Any]:
-        """The last event, which is the answer."""
-        return self.events[-1]
-
-
-ClusterTrain = Callable[..., Ran]
 
 
 @pytest.fixture(scope="session")
@@ -60,19 +32,6 @@ def cluster_train(tmp_path: Path) -> ClusterTrain:
         return Ran(exit_code=done.returncode, stdout=done.stdout, stderr=done.stderr)
 
     return call
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LocalStack:
-    """The training stack on this machine; `envs` and `wheelhouse` lie below `root`."""
-
-    root: Path
-    digest: str
-
-    @property
-    def python(self) -> Path:
-        """The environment's interpreter; `mpiexec.hydra` lies beside it."""
-        return self.root / "envs" / self.digest / "bin" / "python"
 
 
 @pytest.fixture(scope="session")

@@ -30,11 +30,15 @@ class Hop:
     identity: str | None
 
 
-def ssh_config(hops: Sequence[Hop], directory: str, connect_timeout_s: float) -> str:
-    """The ssh_config for `ssh -F`, complete: neither the person's nor the system's files are read besides."""
+def ssh_config(hops: Sequence[Hop], directory: str, head_address: str, connect_timeout_s: float) -> str:
+    """The ssh_config for `ssh -F`, complete: neither the person's nor the system's files are read besides.
+
+    Connections come from the head's address on the cluster network, from which alone its key is accepted.
+    """
     blocks = [_block(hop) for hop in hops]
     common = [
         "Host *",
+        f"    BindAddress {head_address}",
         f"    UserKnownHostsFile {_quoted(directory + '/known_hosts')}",
         "    GlobalKnownHostsFile none",
         "    StrictHostKeyChecking yes",
@@ -54,9 +58,21 @@ def known_hosts(hops: Sequence[Hop]) -> str:
     return "".join(f"{hop.node} {hop.host_key}\n" for hop in hops)
 
 
-def wrapper(directory: str) -> str:
-    """The program that mpirun calls as ssh. hydra passes -q, which would hide why a login failed."""
-    return f'#!/bin/sh\n[ "$1" = -q ] && shift\nexec ssh -F {shlex.quote(directory + "/ssh_config")} "$@"\n'
+def wrapper(directory: str, head_address: str) -> str:
+    """The program that mpirun calls as ssh, with `-q -x HOST COMMAND...` (hydra) or `-x HOST COMMAND...` (Open MPI).
+
+    -q would hide why a login failed. For the head itself, whose address hydra does not always take for its own, no
+    connection is made: the command runs in a shell, as sshd would run it.
+    """
+    config = shlex.quote(f"{directory}/ssh_config")
+    return f"""#!/bin/sh
+[ "$1" = -q ] && shift
+if [ "$1" = -x ] && [ "$2" = {shlex.quote(head_address)} ]; then
+    shift 2
+    exec /bin/sh -c "$*"
+fi
+exec ssh -F {config} "$@"
+"""
 
 
 def _block(hop: Hop) -> str:

@@ -114,7 +114,7 @@ def plan_launch(request: LaunchRequest) -> LaunchPlan:
     document = _document(request, run_dir, ranks, translation, variables)
     flavour, program = request.mpi or (_flavour(inventory), f"{_env_dir(request)}/bin/{_program(inventory)}")
     hops = _hops(request, network)
-    several = len(ranks_per_node(ranks)) > 1
+    several, head_address = len(ranks_per_node(ranks)) > 1, network.endpoints[0].address
     command = mpi_command(
         MpiRequest(
             flavour=flavour,
@@ -130,9 +130,9 @@ def plan_launch(request: LaunchRequest) -> LaunchPlan:
     files = {"hostfile": (command.hostfile, 0o600)}
     if several:
         files |= {
-            "ssh_config": (ssh_config(hops, run_dir, inventory.ssh.connect_timeout), 0o600),
+            "ssh_config": (ssh_config(hops, run_dir, head_address, inventory.ssh.connect_timeout), 0o600),
             "known_hosts": (known_hosts(hops), 0o600),
-            "ssh": (wrapper(run_dir), 0o700),
+            "ssh": (wrapper(run_dir, head_address), 0o700),
         }
     return LaunchPlan(
         run_id=request.run_id,

@@ -24,7 +24,7 @@ HOP = Hop(
 def test_openssh_reads_what_was_meant(tmp_path: Path) -> None:
     """`ssh -G`, OpenSSH's own reading of the file, gives back port, user, key and a strict check of the one host key."""
     config = tmp_path / "ssh_config"
-    config.write_text(ssh_config([HOP, replace(HOP, node="node2", address="fd00::2", port=22)], "/r/runs/1", 10))
+    config.write_text(ssh_config([HOP, replace(HOP, node="node2", address="fd00::2", port=22)], "/r/runs/1", "10.0.0.10", 10))
     read = dict(
         line.split(" ", 1)
         for line in subprocess.run(
@@ -36,6 +36,7 @@ def test_openssh_reads_what_was_meant(tmp_path: Path) -> None:
     assert read["identityfile"].strip('"') == "/home/a b/%%key"
     assert read["stricthostkeychecking"] == "true" and read["userknownhostsfile"] == "/r/runs/1/known_hosts"
     assert read["hostkeyalgorithms"] == "ssh-ed25519" and read["batchmode"] == "yes" and read["forwardagent"] == "no"
+    assert read["bindaddress"] == "10.0.0.10"
 
 
 def test_known_hosts_names_nodes() -> None:
@@ -45,7 +46,9 @@ def test_known_hosts_names_nodes() -> None:
 
 def test_an_rsa_key_is_asked_for_with_its_modern_signatures() -> None:
     """The key type ssh-rsa is not a signature algorithm that current servers accept."""
-    assert "HostKeyAlgorithms rsa-sha2-512,rsa-sha2-256" in ssh_config([replace(HOP, host_key="ssh-rsa AAAA")], "/r", 10)
+    assert "HostKeyAlgorithms rsa-sha2-512,rsa-sha2-256" in ssh_config(
+        [replace(HOP, host_key="ssh-rsa AAAA")], "/r", "10.0.0.10", 10
+    )
 
 
 def test_the_wrapper_survives_any_directory(tmp_path: Path) -> None:
@@ -56,8 +59,18 @@ def test_the_wrapper_survives_any_directory(tmp_path: Path) -> None:
     fake_ssh.write_text('#!/bin/sh\nfor a; do echo "$a"; done\n')
     fake_ssh.chmod(0o755)
     script = directory / "wrapper"
-    script.write_text(wrapper(str(directory)))
+    script.write_text(wrapper(str(directory), "10.0.0.10"))
     said = subprocess.run(
         ["sh", script, "-q", "-x", "10.0.0.11", "true"], env={"PATH": f"{tmp_path}:/bin:/usr/bin"}, capture_output=True, text=True
     )
     assert said.stdout.splitlines() == ["-F", f"{directory}/ssh_config", "-x", "10.0.0.11", "true"]
+
+
+def test_the_head_is_not_reached_by_ssh(tmp_path: Path) -> None:
+    """mpirun's command for the head's own address runs in a shell there, put together as sshd puts it together."""
+    script = tmp_path / "wrapper"
+    script.write_text(wrapper(str(tmp_path), "127.0.0.2"))
+    said = subprocess.run(
+        ["sh", script, "-q", "-x", "127.0.0.2", "echo", "'two  words';", "echo", "$((1+1))"], capture_output=True, text=True
+    )
+    assert said.stdout == "two  words\n2\n"

@@ -1,0 +1,236 @@
+"""`cluster-train up` over real sshd's on loopback, with a real mpirun: logs, failures, Ctrl-C, and what is left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from commands import COMMAND, REPOSITORY, ClusterTrain, LocalStack, Ran
+from sshd import SshdNode, SshdNodes
+
+pytestmark = pytest.mark.stack
+
+LIMIT_S = 60.0
+
+HELLO = "import os; print('hello from', os.environ['RANK'], 'of', os.environ['WORLD_SIZE'], os.environ['CLUSTER_TRAIN_NODE'])"
+FAILS_ON_RANK_2 = """
+import os, sys, time
+if os.environ["RANK"] == "2":
+    print("last words", file=sys.stderr)
+    sys.exit(3)
+time.sleep(300)
+"""
+BYTES = r"""
+import os, sys
+out = os.fdopen(1, "wb")
+out.write(b"10%\r50%\r100%\n\xff\xfe broken\n")
+out.write(b"".join(b"line %d of rank " % i + os.environb[b"RANK"] + b"\n" for i in range(5000)))
+print("warning", file=sys.stderr)
+"""
+LONG = """
+import os, time
+for tick in range(600):
+    print("tick", tick)
+    time.sleep(0.1)
+"""
+
+
+@pytest.fixture(scope="module")
+def nodes(session_sshd_factory: SshdNodes) -> list[SshdNode]:
+    return session_sshd_factory(2)
+
+
+@pytest.fixture
+def root(tmp_path: Path, local_stack: LocalStack) -> Path:
+    """A root of this test's own that finds the installed stack: nothing is installed twice for a test."""
+    made = tmp_path / "root"
+    made.mkdir()
+    for name in ("envs", "wheelhouse", "bin"):
+        (made / name).symlink_to(local_stack.root / name)
+    return made
+
+
+@pytest.fixture
+def inventory(tmp_path: Path, root: Path, nodes: list[SshdNode]) -> Callable[..., Path]:
+    """Writes an inventory of the two sshd's with the stack of inventories/local.yml, and job keys of the test's choice."""
+
+    def write(**job: Any) -> Path:
+        local = yaml.safe_load((REPOSITORY / "inventories" / "local.yml").read_text())
+        content = {
+            "cluster": "loopback",
+            "root": str(root),
+            "ssh": {"key": str(nodes[0].key), "known_hosts": str(nodes[0].known_hosts), "port": nodes[0].port},
+            "nodes": [{"name": f"node{index}", "host": node.host} for index, node in enumerate(nodes)],
+            "stack": local["stack"],
+            "job": {"ppn": 2, "grace_s": 3, **job},
+        }
+        path = tmp_path / "loopback.yml"
+        path.write_text(yaml.safe_dump(content))
+        return path
+
+    return write
+
+
+def script(tmp_path: Path, text: str) -> str:
+    path = tmp_path / "train.py"
+    path.write_text(text)
+    return str(path)
+
+
+def lines_of(ran: Ran) -> list[str]:
+    return sorted(line for line in ran.stdout.splitlines() if line.startswith("["))
+
+
+def ours(nodes: list[SshdNode], root: Path) -> list[str]:
+    """What lives on the nodes and has to do with this root: supervisors, mpirun, its helpers, ranks."""
+    return [" ".join(process.argv) for node in nodes for process in node.processes() if str(root) in " ".join(process.argv)]
+
+
+def test_four_ranks_on_two_nodes(cluster_train: ClusterTrain, inventory: Callable[..., Path], tmp_path: Path) -> None:
+    """node0 lets itself in on node1 with a key of its own, mpirun starts the ranks, every log line bears its rank."""
+    ran = cluster_train("up", inventory(), "--", script(tmp_path, HELLO))
+    assert ran.exit_code == 0, ran.stdout + ran.stderr
+    assert lines_of(ran) == [f"[node{r // 2} r{r}] hello from {r} of 4 node{r // 2}" for r in range(4)]
+    again = cluster_train("up", inventory(), "--", script(tmp_path, HELLO))
+    assert again.exit_code == 0 and "nothing to install" in again.stderr and "files sent" not in again.stderr
+
+
+def test_a_failing_rank_is_named_and_nothing_is_left(
+    cluster_train: ClusterTrain, inventory: Callable[..., Path], tmp_path: Path, nodes: list[SshdNode], root: Path
+) -> None:
+    """Rank 2 exits with 3 while the others would run on: all end, the verdict names it, its last words are shown."""
+    ran = cluster_train("up", inventory(), "--json", "--", script(tmp_path, FAILS_ON_RANK_2))
+    assert ran.exit_code == 1
+    result = ran.result
+    assert (result["state"], result["rank"], result["node"], result["exit_code"]) == ("failed", 2, "node1", 3)
+    assert result["tail"] == ["last words"]
+    assert ours(nodes, root) == []
+
+
+def test_ctrl_c_stops_every_node(inventory: Callable[..., Path], tmp_path: Path, nodes: list[SshdNode], root: Path) -> None:
+    """SIGINT to `up` ends the ranks everywhere, the exit code is 130, and the state says stopped."""
+    path = inventory()
+    environment = {**os.environ, "XDG_STATE_HOME": str(tmp_path / "state")}
+    with subprocess.Popen(
+        [COMMAND, "up", path, "--", script(tmp_path, LONG)],
+        cwd=REPOSITORY,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    ) as process:
+        assert process.stdout
+        for line in process.stdout:
+            if "r3] tick 3" in line:
+                break
+        process.send_signal(signal.SIGINT)
+        rest = process.stdout.read()
+        assert process.wait(LIMIT_S) == 130, rest
+    assert "was stopped" in rest
+    assert ours(nodes, root) == []
+
+
+def test_a_run_outlives_its_command(
+    cluster_train: ClusterTrain, inventory: Callable[..., Path], tmp_path: Path, nodes: list[SshdNode], root: Path
+) -> None:
+    """--detach returns; status, logs and stop from new processes find the run by the inventory alone."""
+    path = inventory()
+    started = cluster_train("up", path, "--detach", "--", script(tmp_path, LONG))
+    assert started.exit_code == 0 and "goes on by itself" in started.stderr
+    found = cluster_train("status", path, "--json").result
+    assert found["state"] in ("starting", "running")
+    deadline = time.monotonic() + LIMIT_S
+    while "tick 2" not in (text := cluster_train("logs", path, "--rank", "3").stdout):
+        assert time.monotonic() < deadline, text
+    assert "[node1 r3] tick 2" in text and "r0]" not in text
+    stopped = cluster_train("stop", path, "--json")
+    assert stopped.exit_code == 0 and stopped.result["state"] == "stopped"
+    assert cluster_train("status", path, "--json").result["state"] == "stopped"
+    assert [run["state"] for run in cluster_train("runs", path, "--json").result["runs"]] == ["stopped"]
+    assert ours(nodes, root) == []
+
+
+def test_logs_are_kept_per_rank_and_byte_for_byte(
+    cluster_train: ClusterTrain, inventory: Callable[..., Path], tmp_path: Path, root: Path
+) -> None:
+    """Progress bars, broken characters and 5000 lines: the record equals the file on the node, to the byte."""
+    ran = cluster_train("up", inventory(), "--json", "--", script(tmp_path, BYTES))
+    assert ran.exit_code == 0, ran.stdout[-2000:]
+    record = Path(ran.result["record"])
+    for rank in range(4):
+        on_node = (root / "runs" / ran.result["run_id"] / f"rank-{rank}.out").read_bytes()
+        assert (record / f"rank-{rank}.out").read_bytes() == on_node and on_node.endswith(b"line 4999 of rank %d\n" % rank)
+        assert (record / f"rank-{rank}.err").read_bytes() == b"warning\n"
+    bar = [event["text"] for event in ran.events if event["event"] == "logtext" and event["rank"] == 0 and event["transient"]]
+    assert bar == ["10%", "50%"]
+
+
+def test_outputs_are_fetched_and_inputs_synced(
+    cluster_train: ClusterTrain, inventory: Callable[..., Path], tmp_path: Path
+) -> None:
+    """`sync` arrives beside the script, `fetch` comes back into the record, and only a changed file is sent again."""
+    data = tmp_path / "data"
+    data.mkdir()
+    (data / "one.txt").write_text("1")
+    (data / "big.bin").write_bytes(os.urandom(200_000))
+    text = (
+        "import os, pathlib\n"
+        "if os.environ['RANK'] == '0':\n"
+        "    pathlib.Path('out').mkdir()\n"
+        "    pathlib.Path('out/sum').write_text(pathlib.Path('data/one.txt').read_text() * 3)\n"
+    )
+    path = inventory(sync=[str(data)], fetch=["out", "missing"])
+    first = cluster_train("up", path, "--", script(tmp_path, text))
+    assert first.exit_code == 0, first.stderr
+    assert "3 of 3 files sent" in first.stderr and "left no missing" in first.stderr
+    (record,) = (tmp_path / "state" / "cluster-train" / "runs").iterdir()
+    assert (record / "out" / "sum").read_text() == "111"
+    (data / "one.txt").write_text("2")
+    assert "1 of 3 files sent" in cluster_train("up", path, "--", script(tmp_path, text)).stderr
+
+
+def test_what_dry_run_prints_can_be_pasted(
+    cluster_train: ClusterTrain, inventory: Callable[..., Path], tmp_path: Path, nodes: list[SshdNode], root: Path
+) -> None:
+    """The script it prints, run on node0 after `provision`, starts the ranks; a secret stays out of it."""
+    path = inventory(env={"API_TOKEN": "very-secret-value"})
+    text = "import os; print('token is', os.environ['API_TOKEN'], os.environ['RANK'])"
+    arguments = (path, "--", script(tmp_path, text))
+    assert cluster_train("provision", *arguments).exit_code == 0
+    printed = cluster_train("up", path, "--dry-run", "--json", "--", str(tmp_path / "train.py"))
+    assert "very-secret-value" not in printed.stdout + printed.stderr
+    pasted = printed.result["script"]
+    done = subprocess.run(
+        nodes[0].ssh("API_TOKEN=very-secret-value sh -eu"), input=pasted, capture_output=True, text=True, timeout=LIMIT_S
+    )
+    assert done.returncode == 0, done.stderr
+    (run_dir,) = (root / "runs").iterdir()
+    assert [(run_dir / f"rank-{r}.out").read_text() for r in range(4)] == [f"token is very-secret-value {r}\n" for r in range(4)]
+
+
+def test_secrets_are_masked_in_logs(cluster_train: ClusterTrain, inventory: Callable[..., Path], tmp_path: Path) -> None:
+    """A job that prints its token shows *** on the terminal."""
+    text = "import os; print('token is', os.environ['API_TOKEN'])"
+    ran = cluster_train("up", inventory(env={"API_TOKEN": "very-secret-value"}), "--", script(tmp_path, text))
+    assert ran.exit_code == 0 and "token is ***" in ran.stdout and "very-secret-value" not in ran.stdout + ran.stderr
+
+
+def test_a_node_that_is_down_is_named_before_anything_starts(
+    cluster_train: ClusterTrain, inventory: Callable[..., Path], tmp_path: Path
+) -> None:
+    """One unreachable node: exit code 3, its name, the other node untouched."""
+    path = inventory()
+    content = yaml.safe_load(path.read_text())
+    content["nodes"].append({"name": "node2", "host": "127.0.0.99"})
+    path.write_text(yaml.safe_dump(content))
+    ran = cluster_train("up", path, "--json", "--", script(tmp_path, HELLO))
+    assert ran.exit_code == 3
+    assert list(json.loads(ran.stdout.splitlines()[-1])["nodes"]) == ["node2"]
