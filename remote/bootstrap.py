@@ -174,7 +174,8 @@ def patch_accelerate(module):
 
     @functools.wraps(prepare)
     def _prepare_backend(self, cpu=False, sagemaker_dp=False, backend=None):
-        found, kind = prepare(self, cpu, sagemaker_dp, backend)
+        # Asked for "ccl", releases before 1.13 look into the bindings' metadata; what this run has is known here already.
+        found, kind = prepare(self, cpu, sagemaker_dp, "gloo" if backend in CPU_BACKENDS else backend)
         honoured = backend in CPU_BACKENDS and kind == module.DistributedType.MULTI_CPU
         return (backend if honoured else found), kind
 

@@ -61,7 +61,8 @@ class Node0:
         self.mpirun = f"cd {run_dir}/work && {hydra} mpiexec.hydra -f {hosts} -n 4 -ppn 2 {place}/python {script}"
         self.accelerate = (
             f"cd {run_dir}/work && {hydra} accelerate launch --cpu --num_machines 2 --num_processes 4 "
-            f"--num_cpu_threads_per_process 1 --machine_rank 0 --main_process_ip {address} --main_process_port 29500 --mpirun_hostfile {hosts} {script}"
+            f"--num_cpu_threads_per_process 1 --machine_rank 0 --main_process_ip {address} --main_process_port 29500 "
+            f"--mpirun_hostfile {hosts} {script}"
         )
 
     def run(self, command: str) -> None:
