@@ -173,7 +173,8 @@ def _pip(request: StackRequest, arguments: list[str]) -> None:
 def _target_options(target: Target) -> list[str]:
     version = target.python_version.replace(".", "")
     options = ["--python-version", target.python_version, "--implementation", target.implementation]
-    options += ["--abi", f"cp{version}", "--abi", "abi3", "--abi", "none"]
+    own_abi = f"cp{version}m" if version in ("36", "37") else f"cp{version}"
+    options += ["--abi", own_abi, "--abi", "abi3", "--abi", "none"]
     return options + [word for platform in target.platforms for word in ("--platform", platform)]
 
 

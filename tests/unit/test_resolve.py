@@ -1,0 +1,141 @@
+"""Real pip, real (tiny) wheels in a find_links directory, no index: what becomes the lock, and what is refused."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+import zipfile
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from orchestrator.actions import resolve
+from orchestrator.errors import ResolveError
+from orchestrator.planning.compat import StackChoice
+from orchestrator.planning.wheels import StackRequest
+from orchestrator.specs.lock import Target
+
+NO_PYTHON_UV = "3.7"  # for which uv is not asked: the test's directory need not hold it
+
+
+def make_wheel(directory: Path, name: str, version: str = "1.0", requires: Sequence[str] = (), tag: str = "py3-none-any") -> Path:
+    path = directory / f"{name}-{version}-{tag}.whl"
+    info = f"{name}-{version}.dist-info"
+    with zipfile.ZipFile(path, "w") as made:
+        needs = "".join(f"Requires-Dist: {one}\n" for one in requires)
+        made.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n{needs}")
+        made.writestr(f"{info}/WHEEL", f"Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: {tag}\n")
+        made.writestr(f"{info}/RECORD", "")
+    return path
+
+
+@pytest.fixture
+def wheels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory of wheels, and a cache of this test's own; no index is asked."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    for name in ("PIP_FIND_LINKS", "PIP_EXTRA_INDEX_URL", "PIP_CONSTRAINT"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    (tmp_path / "wheels").mkdir()
+    return tmp_path / "wheels"
+
+
+def request(wheels: Path, *requirements: str, python: str = NO_PYTHON_UV) -> StackRequest:
+    return StackRequest(
+        choice=StackChoice(backend="gloo", asked_backend=None, requirements=requirements, modules=(), notes=()),
+        target=Target(
+            python_version=python,
+            implementation="cp",
+            platforms=("manylinux_2_28_x86_64", "manylinux_2_17_x86_64", "linux_x86_64"),
+            markers={
+                "python_version": python,
+                "python_full_version": f"{python}.0",
+                "platform_machine": "x86_64",
+                "sys_platform": "linux",
+                "platform_system": "Linux",
+                "os_name": "posix",
+                "implementation_name": "cpython",
+                "implementation_version": f"{python}.0",
+                "platform_python_implementation": "CPython",
+                "platform_release": "",
+                "platform_version": "",
+            },
+        ),
+        find_links=(str(wheels),),
+        extra_index=(),
+    )
+
+
+def test_a_lock_holds_versions_hashes_and_sources_and_the_wheels_are_cached(wheels: Path) -> None:
+    """Dependencies are followed; every wheel lies in the cache by its hash; the second time pip is not asked."""
+    app = make_wheel(wheels, "app", requires=["lib>=1"])
+    make_wheel(wheels, "lib", "1.0")
+    newest = make_wheel(wheels, "lib", "2.0")
+    said: list[str] = []
+    lock = resolve.lock_for(request(wheels, "app"), said.append)
+    assert lock.versions == {"app": "1.0", "lib": "2.0"}
+    assert [wheel.sha256 for wheel in lock.wheels] == [hashlib.sha256(p.read_bytes()).hexdigest() for p in (app, newest)]
+    assert all(resolve.wheel_path(wheel).exists() for wheel in lock.wheels)
+    for path in (app, newest):
+        path.unlink()  # so that pip would fail if it were asked
+    said.clear()
+    assert resolve.lock_for(request(wheels, "app"), said.append) == lock and said == []
+
+
+def test_markers_are_those_of_the_nodes_interpreter(wheels: Path) -> None:
+    """A dependency for old Pythons only is taken for a node with an old Python, whatever runs here."""
+    make_wheel(wheels, "app", requires=['backport; python_version < "3.8"'])
+    make_wheel(wheels, "backport")
+    assert sys.version_info >= (3, 10)
+    assert "backport" in resolve.lock_for(request(wheels, "app"), print).versions
+
+
+def test_wheels_fit_the_nodes_platform(wheels: Path) -> None:
+    """Of two builds the one that runs on the node's older glibc is taken."""
+    make_wheel(wheels, "native", "1.0", tag="cp37-cp37m-manylinux_2_17_x86_64")
+    make_wheel(wheels, "native", "2.0", tag="cp37-cp37m-manylinux_2_39_x86_64")
+    assert resolve.lock_for(request(wheels, "native"), print).versions["native"] == "1.0"
+
+
+def test_a_cuda_build_is_refused_before_anything_is_cached(wheels: Path, tmp_path: Path) -> None:
+    """What the main index serves as torch for x86-64 needs nvidia-*: refused, with nothing kept."""
+    make_wheel(wheels, "torch", "2.13.0", requires=["nvidia-cublas"])
+    make_wheel(wheels, "nvidia_cublas")
+    with pytest.raises(ResolveError, match="CUDA"):
+        resolve.lock_for(request(wheels, "torch==2.13.0"), print)
+    assert not (tmp_path / "cache").exists()
+
+
+def test_a_local_cpu_build_satisfies_the_plain_version(wheels: Path) -> None:
+    """torch 2.13.0 in the inventory takes 2.13.0+cpu where there is one."""
+    make_wheel(wheels, "torch", "2.13.0+cpu")
+    assert resolve.lock_for(request(wheels, "torch==2.13.0"), print).versions == {"torch": "2.13.0+cpu"}
+
+
+def test_contradictions_are_told_in_pips_words(wheels: Path) -> None:
+    """Pins that exclude each other, and a package that only has sources, are errors with what to do."""
+    make_wheel(wheels, "lib", "1.0")
+    with pytest.raises(ResolveError, match="lib") as refused:
+        resolve.lock_for(request(wheels, "lib==1.0", "lib==2.0"), print)
+    assert "versions in the inventory" in refused.value.advice
+    (wheels / "sourceonly-1.0.tar.gz").write_bytes(b"not opened")
+    with pytest.raises(ResolveError, match="sourceonly"):
+        resolve.lock_for(request(wheels, "sourceonly"), print)
+
+
+def test_a_wheel_lost_from_the_cache_is_fetched_again(wheels: Path) -> None:
+    """The lock stays; only what is missing is brought back, with the same hash."""
+    make_wheel(wheels, "app")
+    lock = resolve.lock_for(request(wheels, "app"), print)
+    resolve.wheel_path(lock.wheels[0]).unlink()
+    assert resolve.lock_for(request(wheels, "app"), print) == lock
+    assert resolve.sha256_of(resolve.wheel_path(lock.wheels[0])) == lock.wheels[0].sha256
+
+
+def test_another_request_is_another_lock(wheels: Path) -> None:
+    """What is asked, for which interpreter and from where, names the lock."""
+    base = request(wheels, "app")
+    assert len({base.digest, request(wheels, "app", "lib").digest, replace(base, extra_index=("https://x/simple",)).digest}) == 3
