@@ -129,7 +129,12 @@ def provision(ctx: click.Context, inventory_file: str, check: bool, as_json: boo
 @json_option
 @click.pass_context
 def status(ctx: click.Context, inventory_file: str, run_id: str | None, as_json: bool) -> None:
-    """Show a run's state, and every rank's."""
+    """Show a run's state, and every rank's.
+
+    A run is starting, running, stopping, and in the end succeeded, failed or stopped; it is lost when its supervisor on node0
+    is gone. Of a run that failed, the rank that failed first is named. Ranks that ended show exit code or signal, the most
+    memory they used, and their CPU time.
+    """
     console = Console(as_json=as_json)
     found = engine.status(_inventory(ctx, inventory_file, console), run_id)
     console.emit(Result(document=found, text=_status_text(found)))
@@ -197,7 +202,12 @@ def runs(ctx: click.Context, inventory_file: str, local: bool, limit: int, log_d
 @json_option
 @click.pass_context
 def doctor(ctx: click.Context, inventory_file: str, as_json: bool) -> None:
-    """Look for what would make `up` fail or crawl, node by node; exit 5 if anything would make it fail."""
+    """Look for what would make `up` fail or crawl, node by node.
+
+    Looks at the connection, host key and login, the root directory and its disk, Python and the C library, shared memory, open
+    files, load, clocks, host names and the common network. Each finding comes with what to do about it; exit 5 if anything
+    would make `up` fail.
+    """
     console = Console(as_json=as_json)
     found = engine.doctor(_inventory(ctx, inventory_file, console), console.emit)
     rows = [("", "node", "finding", "evidence", "remedy")]

@@ -1,0 +1,60 @@
+"""The local twin, whole: this machine, no SSH, a real mpirun."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import yaml
+from commands import REPOSITORY, ClusterTrain, LocalStack
+
+pytestmark = pytest.mark.stack
+
+HELLO = "import os; print('hello from', os.environ['RANK'], 'of', os.environ['WORLD_SIZE'], sorted(os.sched_getaffinity(0)))"
+
+
+@pytest.fixture
+def inventory(tmp_path: Path, local_stack: LocalStack) -> Path:
+    """This machine with a root of this test's own, in which the installed stack is found."""
+    root = tmp_path / "root"
+    root.mkdir()
+    for name in ("envs", "wheelhouse", "bin"):
+        (root / name).symlink_to(local_stack.root / name)
+    content = yaml.safe_load((REPOSITORY / "inventories" / "local.yml").read_text())
+    path = tmp_path / "local.yml"
+    path.write_text(yaml.safe_dump({**content, "root": str(root), "job": {"ppn": 2}}))
+    return path
+
+
+def test_two_ranks_on_this_machine(cluster_train: ClusterTrain, inventory: Path, tmp_path: Path) -> None:
+    """Both ranks run, each on cores of its own where there are two; nothing is installed."""
+    script = tmp_path / "hello.py"
+    script.write_text(HELLO)
+    ran = cluster_train("up", inventory, "--", script)
+    assert ran.exit_code == 0, ran.stdout + ran.stderr
+    said = sorted(line.split("] ", 1)[1] for line in ran.stdout.splitlines() if line.startswith("[this-machine r"))
+    assert [line.split(" [")[0] for line in said] == ["hello from 0 of 2", "hello from 1 of 2"]
+    if len(os.sched_getaffinity(0)) >= 2:
+        assert said[0].split("[")[1] != said[1].split("[")[1]
+    assert "nothing to install" in ran.stderr and "this machine" in ran.stderr
+
+
+def test_doctor_and_teardown(cluster_train: ClusterTrain, inventory: Path, tmp_path: Path, local_stack: LocalStack) -> None:
+    """doctor finds no error on a machine that just trained; teardown removes what is below the root, through no link."""
+    assert cluster_train("doctor", inventory, "--json").exit_code == 0
+    root = tmp_path / "root"
+    for name in ("envs", "wheelhouse", "bin"):
+        (root / name).unlink()
+    assert (root / "agent").is_dir()
+    assert cluster_train("teardown", inventory, "--yes").exit_code == 0
+    assert not root.exists() and local_stack.python.exists()
+
+
+def test_init_writes_an_inventory_that_works(cluster_train: ClusterTrain, tmp_path: Path) -> None:
+    """The written file loads, and its nodes were seen."""
+    path = tmp_path / "new" / "lab.yml"
+    ran = cluster_train("init", "127.0.0.1", "-o", path, env={"HOME": str(tmp_path)})
+    assert ran.exit_code == 0, ran.stderr
+    assert yaml.safe_load(path.read_text())["nodes"] == [{"name": "node0", "host": "127.0.0.1"}]
+    assert cluster_train("doctor", path, env={"HOME": str(tmp_path)}).exit_code in (0, 5)

@@ -1,0 +1,77 @@
+"""Events on a terminal, in a file, and as JSON."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from orchestrator.console import Console
+from orchestrator.errors import FleetError, HostKeyError, UnreachableError
+from orchestrator.specs.events import LogText, Notice, Result, Step, Transfer
+
+
+def log(text: str, *, transient: bool = False, rank: int | None = 3) -> LogText:
+    return LogText(node="node1", rank=rank, stream="out", text=text, transient=transient)
+
+
+def test_logs_bear_node_and_rank_on_stdout(capsys: pytest.CaptureFixture[str]) -> None:
+    """Ranks' output and answers go to stdout; what is being done goes to stderr."""
+    console = Console()
+    for event in (Step(text="connecting", node="node0"), log("loss 0.1"), log("ssh: refused", rank=None), Notice(text="odd")):
+        console.emit(event)
+    console.emit(Result(document={}, text="done"))
+    out, err = capsys.readouterr()
+    assert out == "[node1 r3] loss 0.1\n[node1 mpirun] ssh: refused\ndone\n"
+    assert err == "[node0] connecting\nnote: odd\n"
+
+
+def test_a_progress_bar_does_not_fill_a_file(capsys: pytest.CaptureFixture[str]) -> None:
+    """Of a thousand updates within a second a file gets one, and the final line always."""
+    console = Console()
+    for percent in range(1000):
+        console.emit(log(f"{percent / 10} %", transient=True))
+    console.emit(log("100 %"))
+    assert capsys.readouterr().out == "[node1 r3] 0.0 %\n[node1 r3] 100 %\n"
+
+
+def test_json_is_one_object_per_line_and_complete(capsys: pytest.CaptureFixture[str]) -> None:
+    """--json keeps every log piece, progress bars too, and nothing else is on stdout or stderr."""
+    console = Console(as_json=True)
+    console.emit(log("50 %", transient=True))
+    console.emit(log("60 %", transient=True))
+    console.emit(Result(document={"state": "succeeded"}, text="not shown"))
+    out, err = capsys.readouterr()
+    events = [json.loads(line) for line in out.splitlines()]
+    assert [event["event"] for event in events] == ["logtext", "logtext", "result"]
+    assert events[0] == {"event": "logtext", "node": "node1", "rank": 3, "stream": "out", "text": "50 %", "transient": True}
+    assert err == ""
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_secrets_are_never_shown(capsys: pytest.CaptureFixture[str], as_json: bool) -> None:
+    """Wherever a secret stands, in a log, a step or an error, it is shown as ***; the longest is masked first."""
+    console = Console(as_json=as_json, secrets=["secret", "secret-and-more"])
+    console.emit(log("it is secret-and-more, or secret"))
+    console.error(UnreachableError("secret refused", node="n", advice="secret"))
+    out, err = capsys.readouterr()
+    assert "secret" not in out + err and "it is ***, or ***" in out
+
+
+def test_errors_name_every_node_and_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
+    """The failures of many nodes are shown together, each advice once."""
+    failures = {
+        "a": UnreachableError("a: no answer", node="a", advice="is it up?"),
+        "b": UnreachableError("b: no answer", node="b", advice="is it up?"),
+        "c": HostKeyError("c: unknown key", node="c", advice="accept it"),
+    }
+    Console().error(FleetError("\n".join(error.message for error in failures.values()), failures))
+    assert capsys.readouterr().err == ("error: a: no answer\nb: no answer\nc: unknown key\n   do: accept it\n   do: is it up?\n")
+
+
+def test_transfers_tell_how_far_they_are(capsys: pytest.CaptureFixture[str]) -> None:
+    """The first sign of a long copy comes at once, and not with every block."""
+    console = Console()
+    for sent in range(0, 100_000_000, 1_000_000):
+        console.emit(Transfer(node="node1", what="wheels", sent_bytes=sent, total_bytes=200_000_000))
+    assert capsys.readouterr().err == "[node1] wheels 0 of 200 MB (0 %)\n"
