@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import shlex
+import signal
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -63,12 +65,15 @@ def up(inventory: Inventory, emit: Emit, *, detach: bool, log_dir: str | None) -
         record = RunRecord(plan.run_id, log_dir)
         label = _label(inventory, plan, stack.lock)
         record.write(RECORD, {"run_id": plan.run_id, "started_unix_s": time.time(), **label})
-        launch.start(fleet.head, nodes[0].root, interpreter(inventory), plan, label)
         run = _reference(inventory, plan.run_id, label)
         if detach:
+            launch.start(fleet.head, nodes[0].root, interpreter(inventory), plan, label)
             emit(Step(text=f"run {plan.run_id} goes on by itself: {_again(inventory, 'logs -f', plan.run_id)}"))
             return None
-        return _follow_to_the_end(fleet, inventory, run, record, emit)
+        follower = Follower(fleet, run, record, emit)
+        with _interrupts(follower.interrupt):
+            launch.start(fleet.head, nodes[0].root, interpreter(inventory), plan, label)
+            return _follow_to_the_end(fleet, inventory, run, follower, record, emit)
 
 
 def dry_run(inventory: Inventory, emit: Emit) -> LaunchPlan:
@@ -332,16 +337,26 @@ def _one_status(fleet: Fleet, inventory: Inventory, run_id: str | None) -> dict[
     return found[0]
 
 
-def _follow_to_the_end(fleet: Fleet, inventory: Inventory, run: RunReference, record: RunRecord, emit: Emit) -> Outcome:
+def _follow_to_the_end(
+    fleet: Fleet, inventory: Inventory, run: RunReference, follower: Follower, record: RunRecord, emit: Emit
+) -> Outcome:
     """Follow; Ctrl-C asks the run to stop and goes on following, a second one ends it at once."""
-    follower = Follower(fleet, run, record, emit)
+    stop = partial(launch.stop, fleet.head, run.root, run.python, run.run_id, inventory.job.grace_s)
+    stoppers: list[threading.Thread] = []
+
+    def on_interrupt(count: int) -> bool:
+        wait = f"the ranks have {inventory.job.grace_s:g} s to end by themselves; Ctrl-C again ends them at once"
+        emit(Notice(text=f"stopping: {wait}" if count == 1 else "ending them at once"))
+        stoppers.append(threading.Thread(target=_quietly, args=(partial(stop, now=count > 1),), daemon=True))
+        stoppers[-1].start()
+        return count == 1
+
     follower.start()
-    try:
-        followed = follower.follow()
-    except KeyboardInterrupt:
-        followed = _stop_and_follow(fleet, inventory, run, follower, emit)
+    followed = follower.follow(on_interrupt)
+    if stoppers:
+        stoppers[-1].join(inventory.job.grace_s + launch.START_TIMEOUT_S)
         _sweep(fleet, inventory, run.run_id, emit)
-        raise Interrupted(f"run {run.run_id} was stopped", advice=f"its record: {record.path}") from None
+        raise Interrupted(f"run {run.run_id} was stopped", advice=f"its record: {record.path}")
     outcome = _outcome(run, record, followed)
     if outcome.verdict.state != "succeeded":
         _sweep(fleet, inventory, run.run_id, emit)
@@ -350,26 +365,20 @@ def _follow_to_the_end(fleet: Fleet, inventory: Inventory, run: RunReference, re
     return outcome
 
 
-def _stop_and_follow(fleet: Fleet, inventory: Inventory, run: RunReference, follower: Follower, emit: Emit) -> Followed:
-    grace_s = inventory.job.grace_s
-    emit(Notice(text=f"stopping: the ranks have {grace_s:g} s to end by themselves; Ctrl-C again ends them at once"))
-    arguments = (fleet.head, run.root, run.python, run.run_id, grace_s)
-    stopper = threading.Thread(target=_quietly, args=(launch.stop, *arguments), daemon=True)
-    stopper.start()
+@contextmanager
+def _interrupts(action: Callable[[], None]) -> Iterator[None]:
+    """Call `action` at every Ctrl-C, instead of breaking off wherever the program happens to be."""
+    before = signal.signal(signal.SIGINT, lambda *_: action())
     try:
-        followed = follower.follow()
-        stopper.join(grace_s)
-        return followed
-    except KeyboardInterrupt:
-        emit(Notice(text="ending them at once"))
-        follower.close()
-        return follower.result
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
-def _quietly(action: Any, *arguments: Any) -> None:
+def _quietly(action: Callable[[], Any]) -> None:
     """Run an action in a thread; what it could not do is found by the sweep that follows."""
     try:
-        action(*arguments)
+        action()
     except ClusterTrainError:
         pass
 

@@ -78,7 +78,7 @@ def start(command: list, environment: dict, logs: tuple, directory: str, death_s
             _become_program(descriptors, directory, death_signal, parent)
             os.execvpe(command[0], command, environment)
         except BaseException as error:  # whatever it is, a second copy of this process must not go on
-            os.write(report, str(error).encode("utf-8", "replace"))
+            os.write(report, str(getattr(error, "strerror", None) or error).encode("utf-8", "replace"))
         os._exit(UNSTARTED)
     for descriptor in descriptors + [report]:
         os.close(descriptor)

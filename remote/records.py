@@ -9,6 +9,7 @@ import base64
 import binascii
 import json
 import os
+import signal
 import zlib
 
 LAUNCH_VARIABLE = "CLUSTER_TRAIN_LAUNCH"
@@ -30,6 +31,9 @@ LAUNCH_KEYS = frozenset(
         "ranks",
     ]
 )
+
+# What mpirun passes on to the ranks without ending them itself: SIGTERM, but Open MPI only SIGUSR1 and SIGUSR2.
+STOP_SIGNALS = ("SIGTERM", "SIGUSR1", "SIGUSR2")
 
 # Linux takes no string above 128 KiB in an environment (MAX_ARG_STRLEN); the variable's name is part of that string.
 LAUNCH_LIMIT_BYTES = 128 * 1024 - 64
@@ -61,7 +65,14 @@ def decode_launch(word: str) -> dict:
     missing = LAUNCH_KEYS - set(document)
     if missing:
         raise ValueError("%s lacks %s" % (LAUNCH_VARIABLE, ", ".join(sorted(missing))))
+    if document.get("stop_signal", "SIGTERM") not in STOP_SIGNALS:
+        raise ValueError("stop_signal is %r, not one of %s" % (document["stop_signal"], ", ".join(STOP_SIGNALS)))
     return document
+
+
+def stop_signal(launch: dict) -> int:
+    """The signal that tells mpirun, and through it every rank, to stop."""
+    return getattr(signal, launch.get("stop_signal", "SIGTERM"))
 
 
 def to_bytes(text: str) -> bytes:

@@ -127,8 +127,7 @@ class DataArguments:
                 raise InputError(f"--{name} must be at least 1")
         if not 0 <= self.doc_stride < self.max_seq_length:
             raise InputError(
-                f"--doc_stride {self.doc_stride} must be at least 0 and smaller than"
-                f" --max_seq_length {self.max_seq_length}"
+                f"--doc_stride {self.doc_stride} must be at least 0 and smaller than --max_seq_length {self.max_seq_length}"
             )
 
     @property
@@ -447,7 +446,8 @@ def load_question_set(
     """The "train", "validation" or "test" questions, cut into windows once per node and then read from the cache."""
     limits = {"train": data.max_train_samples, "validation": data.max_eval_samples, "test": data.max_predict_samples}
     cut = {
-        "tokenizer": tokenizer,
+        # A copy: tokenizing alters a tokenizer, and with it the key under which the other ranks look for the windows.
+        "tokenizer": copy.deepcopy(tokenizer),
         "max_seq_length": min(data.max_seq_length, tokenizer.model_max_length),
         "doc_stride": data.doc_stride,
         "pad_to_max_length": data.pad_to_max_length,
@@ -466,7 +466,7 @@ def load_question_set(
             desc=f"windows of {split}",
         )
     if args.process_index == 0:
-        print(f"{split}: {len(questions)} questions, {len(windows)} windows", flush=True)
+        say(f"{split}: {len(questions)} questions, {len(windows)} windows")
     return QuestionSet(questions, windows)
 
 
@@ -516,12 +516,12 @@ class StepPrinter(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         """Print `step N weights sha256:<16 hex digits>`."""
-        print(f"step {state.global_step} weights sha256:{weights_checksum(model)[:16]}", flush=True)
+        say(f"step {state.global_step} weights sha256:{weights_checksum(model)[:16]}")
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         """Print `step N loss X` on rank 0, with all digits that Trainer hands out (version 4 rounds to four)."""
         if state.is_world_process_zero and "loss" in (logs or {}):
-            print(f"step {state.global_step} loss {logs['loss']!r}", flush=True)
+            say(f"step {state.global_step} loss {logs['loss']!r}")
 
 
 def weights_checksum(model: torch.nn.Module) -> str:
@@ -644,17 +644,24 @@ def announce(args: TrainingArguments) -> None:
     """Print on every rank who and where it is."""
     initialised = torch.distributed.is_available() and torch.distributed.is_initialized()
     backend = torch.distributed.get_backend() if initialised else "none"
-    print(
+    say(
         f"rank {args.process_index} of {args.world_size} on {socket.gethostname()},"
-        f" {torch.get_num_threads()} threads, backend {backend}",
-        flush=True,
+        f" {torch.get_num_threads()} threads, backend {backend}"
     )
+
+
+def say(line: str) -> None:
+    """Write a line at once: print writes its end apart, and the lines of ranks that share a pipe would run together."""
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
 
 
 def train(trainer: Trainer, checkpoint: Optional[str]) -> None:
     """Train, then save the model, the Trainer's state and the figures of the training."""
     if checkpoint and trainer.is_world_process_zero():
-        print(f"resuming from {checkpoint}", flush=True)
+        say(f"resuming from {checkpoint}")
+    # Version 4 loads a rank's optimizer state to "cpu:<local rank>", a name under which torch does not know the CPU.
+    torch.serialization.register_package(0, lambda _: None, lambda data, place: data if place[:4] == "cpu:" else None)
     metrics = trainer.train(resume_from_checkpoint=checkpoint).metrics
     trainer.save_model()
     trainer.save_state()
@@ -666,7 +673,7 @@ def evaluate(trainer: Trainer, title: str, split: str) -> None:
     metrics = trainer.evaluate()
     trainer.save_metrics(split, metrics, combined=split == "eval")
     if trainer.is_world_process_zero():
-        print(f"{title}: {_figures(metrics['eval_exact_match'], metrics['eval_f1'])}", flush=True)
+        say(f"{title}: {_figures(metrics['eval_exact_match'], metrics['eval_f1'])}")
 
 
 def predict(trainer: Trainer, test: QuestionSet, data: DataArguments) -> None:
@@ -679,7 +686,7 @@ def predict(trainer: Trainer, test: QuestionSet, data: DataArguments) -> None:
     if data.version_2_with_negative or any(question["answers"]["text"] for question in test.questions):
         scores = score_questions(test.questions, answers)
         trainer.save_metrics("predict", {f"predict_{name}": score for name, score in scores.items()})
-        print(f"predict: {_figures(scores['exact_match'], scores['f1'])}", flush=True)
+        say(f"predict: {_figures(scores['exact_match'], scores['f1'])}")
 
 
 def _figures(exact_match_percent: float, f1_percent: float) -> str:

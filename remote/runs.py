@@ -70,9 +70,11 @@ class Run:
         machine = processes.machine()
         return [rank for rank in self.ranks() if rank.get("machine") == machine]
 
-    def guards(self) -> list:
-        """The identities of this machine's living rank.py processes of this run."""
-        return [who for who in map(processes.identity_in, self.ranks_here()) if processes.is_alive(who)]
+    def watchers(self) -> list:
+        """The identities of this machine's living rank.py processes of this run, one for each rank."""
+        pairs = [(processes.identity_in(rank), rank["keeper"]) for rank in self.ranks_here()]
+        living = [[who for who in pair if processes.is_alive(who)] for pair in pairs]
+        return [those[0] for those in living if those]
 
     def remains(self) -> list:
         """The identities of all processes of this run on this machine, except its supervisor."""
@@ -128,7 +130,7 @@ def stop(run: Run, signum: int, limit_s: float) -> bool:
         run.refresh()
     run.refresh()
     if run.is_lost:
-        sweep(run, max(1.0, deadline - time.monotonic()) if run.guards() else 1.0)
+        sweep(run, deadline - time.monotonic())
         run.set(state="failed", reason="its supervisor died", ended_unix_s=time.time())
     return run.is_final
 
@@ -143,9 +145,17 @@ def sweep(run: Run, patience_s: float) -> dict:
             commands.setdefault(who["pid"], processes.command_line(who["pid"]))
         return found
 
-    # rank.py knows how to end its rank; without it, everything that is left is asked.
-    found, left = processes.end(remains, run.guards() or remains(), patience_s)
+    # rank.py knows how to end its rank; where none is left, everything is asked.
+    found, left = processes.end(remains, run.watchers() or remains(), patience_s)
     named = {True: [], False: []}
     for who in found:
         named[who in left].append(dict(who, command=commands[who["pid"]]))
     return {"killed": named[False], "left": named[True]}
+
+
+def settle(run: Run, patience_s: float) -> None:
+    """After mpirun's end: wait until the ranks here have recorded theirs, then end what is left on this machine."""
+    deadline = time.monotonic() + patience_s
+    while run.watchers() and time.monotonic() < deadline:
+        time.sleep(processes.POLL_S)
+    processes.kill_all(run.remains)

@@ -9,7 +9,7 @@ The document for `start`: {"launch": the launch document, "mpirun": {"argv": [..
 "files": {name: {"text", "mode"}} for the run's directory, "label": anything, kept in `status.json`}.
 
 The state is starting, running, stopping, and in the end succeeded, failed or stopped; beside a dead supervisor it is
-reported as `lost`. A run outlives the connection that started it, but not its supervisor: mpirun gets SIGTERM then.
+reported as `lost`. A run outlives the connection that started it, but not its supervisor: mpirun is killed with it.
 """
 
 import argparse
@@ -136,7 +136,7 @@ def mpirun_environment(order: dict) -> dict:
     variables = {name: os.environ[name] for name in KEPT_VARIABLES if name in os.environ}
     variables.update(order["mpirun"]["env"])
     # Intel MPI's own clean-up comes to rank.py as SIGHUP, which it can tell from a stop (and survive to record it).
-    variables.setdefault("I_MPI_JOB_ABORT_SIGNAL", str(int(signal.SIGHUP)))
+    variables["I_MPI_JOB_ABORT_SIGNAL"] = str(int(signal.SIGHUP))
     variables.update({records.LAUNCH_VARIABLE: launch, records.RUN_VARIABLE: order["launch"]["run_id"]})
     return {records.to_bytes(name): records.to_bytes(value) for name, value in variables.items()}
 
@@ -213,15 +213,16 @@ def supervise(run: runs.Run, order: dict, environment: dict, report: int) -> Non
     command = [records.to_bytes(word) for word in order["mpirun"]["argv"]]
     logs = [os.path.join(run.run_dir, name) for name in ("mpirun.out", "mpirun.err")]
     try:
-        # hydra goes to mpirun's directory on every node: it must be one that is everywhere.
-        mpirun = children.start(command, environment, logs, "/", stop_signal(order))
+        # hydra goes to mpirun's directory on every node: it must be one that is everywhere. Without a supervisor nobody
+        # would see a stop through: mpirun's death is what ends all ranks for certain.
+        mpirun = children.start(command, environment, logs, "/", signal.SIGKILL)
     except children.StartError as error:
         run.set(state="failed", reason=str(error), ended_unix_s=time.time())
         return answer(report, {"error": str(error)})
     run.set(state="running", mpirun=processes.identity(mpirun.pid))
     answer(report, {"run_id": run.status["run_id"], "supervisor": run.status["supervisor"]})
     is_asked = watch(run, mpirun, order)
-    processes.end(run.remains, [], order["grace_s"] if is_asked else SETTLE_S)
+    runs.settle(run, order["grace_s"] if is_asked else SETTLE_S)
     conclude(run, mpirun, is_asked)
     return None
 
@@ -250,35 +251,39 @@ def watch(run: runs.Run, mpirun: children.Child, order: dict) -> bool:
         elif event is not None:
             if deadline is None:
                 run.set(state="stopping")
-                os.kill(mpirun.pid, stop_signal(order))
+                os.kill(mpirun.pid, records.stop_signal(order["launch"]))
                 deadline = time.monotonic() + order["grace_s"] + STOP_MARGIN_S
             if event.si_signo == signal.SIGINT:
                 deadline = time.monotonic()
     return deadline is not None
 
 
-def stop_signal(order: dict) -> int:
-    """What mpirun passes on to the ranks without ending them itself: SIGTERM, but with Open MPI SIGUSR1."""
-    return getattr(signal, order["launch"].get("stop_signal", "SIGTERM"))
-
-
 def conclude(run: runs.Run, mpirun: children.Child, is_asked: bool) -> None:
-    """Record how the run ended. mpirun's word alone is not enough: Open MPI says 0 where a node was lost."""
-    reasons = []
-    if mpirun.shell_code:
-        reasons.append("mpirun ended with %s" % (mpirun.signal or "exit code %d" % mpirun.exit_code))
-    for rank in run.ranks_here():
-        end = rank["exit"] or {"signal": "no record of its end", "exit_code": None, "stopped": False}
-        if end["exit_code"] != 0 and not end["stopped"]:
-            reasons.append("rank %d ended with %s" % (rank["rank"], end["signal"] or "exit code %d" % end["exit_code"]))
-    state = "stopped" if is_asked else "failed" if reasons else "succeeded"
+    """Record how the run ended."""
+    reasons = why_failed(mpirun, run.ranks_here())
     run.set(
-        state=state,
+        state="stopped" if is_asked else "failed" if reasons else "succeeded",
         reason="; ".join(reasons) or None,
         mpirun_exit=mpirun.exit_code,
         mpirun_signal=mpirun.signal,
         ended_unix_s=time.time(),
     )
+
+
+def why_failed(mpirun: children.Child, ranks: list) -> list:
+    """What was not good about the end. mpirun's word alone is not enough: Open MPI says 0 where a node was lost."""
+    reasons, consequences = [], []
+    if mpirun.shell_code:
+        reasons.append("mpirun ended with %s" % (mpirun.signal or "exit code %d" % mpirun.exit_code))
+    for rank in ranks:
+        end = rank["exit"]
+        if end is None:
+            reasons.append("rank %d left no record of its end" % rank["rank"])
+        elif end["ended_by"]:
+            consequences.append("rank %d was ended (%s)" % (rank["rank"], end["ended_by"]))
+        elif end["exit_code"] != 0:
+            reasons.append("rank %d ended with %s" % (rank["rank"], end["signal"] or "exit code %d" % end["exit_code"]))
+    return reasons or consequences
 
 
 if __name__ == "__main__":

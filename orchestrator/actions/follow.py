@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import queue
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ from orchestrator.planning.loglines import LineSplitter
 from orchestrator.specs.events import Emit, LogText
 
 READ_TIMEOUT_S = 5.0
+INTERRUPT = object()
 FINAL_STATES = frozenset({"succeeded", "failed", "stopped", "lost"})
 
 
@@ -57,7 +58,8 @@ class Follower:
         self._record = record
         self._emit = emit
         self._wanted = None if wanted is None else frozenset(wanted)
-        self._queue: queue.Queue[tuple[str, Any]] = queue.Queue()
+        # A SimpleQueue may be put to from a signal handler, also while the same thread is taking from it.
+        self._queue: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
         self._splitters: dict[tuple[str, str], LineSplitter] = {}
         self._known: dict[str, int] = {}
         self._open: dict[str, Channel] = {}
@@ -76,11 +78,27 @@ class Follower:
             self._open[node] = channel
             threading.Thread(target=self._pump, args=(node, channel), daemon=True).start()
 
-    def follow(self) -> Followed:
-        """Work until every node has told all; raises UnreachableError when a connection breaks (the run goes on)."""
+    def interrupt(self) -> None:
+        """Let `follow` know of a Ctrl-C; may be called from a signal handler."""
+        self._queue.put(("", INTERRUPT))
+
+    def follow(self, on_interrupt: Callable[[int], bool] = lambda count: False) -> Followed:
+        """Work until every node has told all.
+
+        Args:
+            on_interrupt: called with 1, 2, … for every `interrupt`; whether to go on following.
+
+        Raises:
+            UnreachableError: a connection broke; the run goes on.
+        """
+        interrupts = 0
         while self._open:
             node, item = self._queue.get()
-            if item is None:
+            if item is INTERRUPT:
+                interrupts += 1
+                if not on_interrupt(interrupts):
+                    self.close()
+            elif item is None:
                 self._open.pop(node).close()
             elif isinstance(item, Exception):
                 self.close()

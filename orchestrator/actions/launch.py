@@ -36,9 +36,9 @@ def status(transport: Transport, root: str, python: str, run_id: str | None, lim
     return runs
 
 
-def stop(head: Transport, root: str, python: str, run_id: str, grace_s: float) -> dict[str, Any]:
-    """Ask the supervisor to end the run, and wait until it has: its final status."""
-    arguments = ["stop", "--root", root, "--run", run_id]
+def stop(head: Transport, root: str, python: str, run_id: str, grace_s: float, *, now: bool = False) -> dict[str, Any]:
+    """Ask the supervisor to end the run, with `now` without the ranks' grace, and wait until it has: its final status."""
+    arguments = ["stop", "--root", root, "--run", run_id, *(["--now"] if now else [])]
     return agent.call(head, root, python, "supervise.py", arguments, idle_timeout_s=grace_s + START_TIMEOUT_S)
 
 

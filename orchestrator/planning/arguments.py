@@ -143,7 +143,7 @@ def translate(argv: Sequence[str], *, script_text: str, versions: Mapping[str, s
         backend: the torch.distributed backend of this run: "gloo", "ccl" or "mpi".
     """
     installed: dict[str, str] = {canonicalize_name(name): version for name, version in versions.items()}
-    if "transformers" not in installed or not any(parser in script_text for parser in _PARSERS):
+    if "transformers" not in installed or not reads_training_arguments(script_text):
         return Translation(argv=tuple(argv), notes=())
     stack = _Stack(transformers=Version(installed["transformers"]), distributions=frozenset(installed), backend=backend)
     own = _own_flags(script_text)
@@ -155,6 +155,31 @@ def translate(argv: Sequence[str], *, script_text: str, versions: Mapping[str, s
         if replacement:
             notes.append(f"{' '.join(part.written)}: {replacement.why}")
     return Translation(argv=tuple(given), notes=tuple(dict.fromkeys(notes)))
+
+
+def with_precision(argv: Sequence[str], *, bf16: bool, script_text: str) -> Translation:
+    """Arguments that train in bfloat16 or not, whatever was written: `job.bf16: true` or `false`.
+
+    Other scripts than Transformers' are left as they are: what their options mean is not known.
+    """
+    written = any(word == "--bf16" or word.startswith("--bf16=") for word in argv)
+    if written == bf16 or not reads_training_arguments(script_text):
+        return Translation(argv=tuple(argv), notes=())
+    if bf16:
+        return Translation(argv=("--bf16", *argv), notes=("job.bf16 is true: passed --bf16",))
+    kept = [word for index, word in enumerate(argv) if not _belongs_to_bf16(argv, index)]
+    return Translation(argv=tuple(kept), notes=("job.bf16 is false: left out --bf16",))
+
+
+def reads_training_arguments(script_text: str) -> bool:
+    """Whether a script builds its command line from Transformers' TrainingArguments."""
+    return any(parser in script_text for parser in _PARSERS)
+
+
+def _belongs_to_bf16(argv: Sequence[str], index: int) -> bool:
+    word = argv[index]
+    follows = index > 0 and argv[index - 1] == "--bf16" and word.lower() in _ON | _OFF
+    return follows or word == "--bf16" or word.startswith("--bf16=")
 
 
 def _own_flags(script_text: str) -> frozenset[str]:

@@ -51,7 +51,7 @@ def choose_stack(stack: Stack, *, python_version: str, machine: str) -> StackCho
     """
     torch = _pinned(stack.torch)
     bindings, notes = _bindings(stack, torch, python_version, machine)
-    ipex, ipex_notes = _ipex(stack, torch, machine)
+    ipex, ipex_notes = _ipex(stack, torch, machine, wanted=bool(bindings) if stack.ipex == "auto" else stack.ipex)
     limits: Mapping[str, str] = facts()["ccl_limits"] if bindings else {}
     requirements = [
         _requirement("torch", stack.torch),
@@ -117,10 +117,10 @@ def _check_bindings(version: str, pythons: list[str] | str, python_version: str,
         )
 
 
-def _ipex(stack: Stack, torch: Version | None, machine: str) -> tuple[list[str], list[str]]:
+def _ipex(stack: Stack, torch: Version | None, machine: str, *, wanted: bool) -> tuple[list[str], list[str]]:
     last = Version(facts()["intel_extension_for_pytorch"]["last"])
     available = torch is not None and torch <= Version(f"{last.major}.{last.minor}.99") and machine == "x86_64"
-    if stack.ipex is True and available and torch is not None:
+    if wanted and available and torch is not None:
         return [f"intel_extension_for_pytorch=={torch.major}.{torch.minor}.*"], []
     if stack.ipex is True:
         return [], [f"ipex: intel_extension_for_pytorch ended with {last}; torch {stack.torch} runs without it"]

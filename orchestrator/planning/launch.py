@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from orchestrator.errors import PreflightError
-from orchestrator.planning.arguments import Translation, translate
+from orchestrator.planning.arguments import Translation, translate, with_precision
 from orchestrator.planning.compat import StackChoice
 from orchestrator.planning.hops import Hop, known_hosts, ssh_config, wrapper
-from orchestrator.planning.mpirun import LAUNCH_VARIABLE, PROGRAM, Flavour, MpiCommand, MpiRequest, mpi_command
+from orchestrator.planning.mpirun import LAUNCH_VARIABLE, PROGRAM, STOP_SIGNAL, Flavour, MpiCommand, MpiRequest, mpi_command
 from orchestrator.planning.network import NetworkChoice, NetworkNode, choose_network
 from orchestrator.planning.placement import PlacementNode, place, ranks_per_node
 from orchestrator.specs.facts import NodeFacts
@@ -23,6 +23,7 @@ from orchestrator.specs.run import RankPlan
 
 # The kernel takes no environment variable longer than this (MAX_ARG_STRLEN, 32 pages).
 LONGEST_VARIABLE_BYTES = 131_072
+BF16_FLAGS = frozenset({"avx512_bf16", "amx_bf16"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,8 +112,9 @@ def plan_launch(request: LaunchRequest) -> LaunchPlan:
     translation = _translate(request)
     run_dir = f"{nodes[0].root}/runs/{request.run_id}"
     variables = _common_variables(nodes[0], ranks, network, inventory)
-    document = _document(request, run_dir, ranks, translation, variables)
     flavour, program = request.mpi or (_flavour(inventory), f"{_env_dir(request)}/bin/{_program(inventory)}")
+    document = {**_document(request, run_dir, ranks, translation, variables), "stop_signal": STOP_SIGNAL[flavour]}
+    _check_length(document)
     hops = _hops(request, network)
     several, head_address = len(ranks_per_node(ranks)) > 1, network.endpoints[0].address
     command = mpi_command(
@@ -153,12 +155,16 @@ def encode_launch(document: Mapping[str, Any]) -> str:
 
 
 def _translate(request: LaunchRequest) -> Translation:
-    return translate(
-        request.inventory.job.args,
-        script_text=request.script_text,
-        versions=request.lock.versions,
-        backend=request.choice.backend,
-    )
+    """The script's arguments as the stack knows them, in the precision that the job asks for."""
+    job, text = request.inventory.job, request.script_text
+    done = translate(job.args, script_text=text, versions=request.lock.versions, backend=request.choice.backend)
+    if job.bf16 != "auto":
+        precise = with_precision(done.argv, bf16=job.bf16, script_text=text)
+        done = Translation(argv=precise.argv, notes=done.notes + precise.notes)
+    if "--bf16" in done.argv and (slow := [node.name for node in request.nodes if not BF16_FLAGS & set(node.cpu.flags)]):
+        note = f"--bf16: {', '.join(slow)} computes bfloat16 in software, slower than float32 (no AVX512_BF16, no AMX)"
+        done = Translation(argv=done.argv, notes=(*done.notes, note))
+    return done
 
 
 def _common_variables(head: NodeFacts, ranks: Sequence[RankPlan], network: NetworkChoice, inventory: Inventory) -> dict[str, str]:
@@ -205,7 +211,7 @@ def _document(
 ) -> dict[str, Any]:
     job = request.inventory.job
     hostnames = {node.name: node.hostname for node in request.nodes}
-    document = {
+    return {
         "schema": 1,
         "run_id": request.run_id,
         "run_dir": run_dir,
@@ -230,12 +236,14 @@ def _document(
             for rank in ranks
         ],
     }
+
+
+def _check_length(document: Mapping[str, Any]) -> None:
     if len(encode_launch(document)) + len(LAUNCH_VARIABLE) + 1 > LONGEST_VARIABLE_BYTES:
         raise PreflightError(
             "the script's arguments and environment are too long to be carried to the ranks",
             advice="put long lists into a file and name it in `job.sync`",
         )
-    return document
 
 
 def _hops(request: LaunchRequest, network: NetworkChoice) -> list[Hop]:

@@ -19,6 +19,10 @@ PROGRAM: Mapping[Flavour, str] = {
 }
 
 
+# What asks the ranks to stop: Open MPI kills them a quarter of a second after a SIGTERM, but forwards SIGUSR1 and waits.
+STOP_SIGNAL: Mapping[Flavour, str] = {"impi": "SIGTERM", "mpich": "SIGTERM", "openmpi": "SIGUSR1"}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MpiCommand:
     """What starts the ranks: the hostfile's text, the command, and the environment the command needs."""
@@ -72,7 +76,8 @@ def _hydra(request: MpiRequest) -> MpiCommand:
         argv += ["-iface", request.interface, "-launcher", "ssh", "-launcher-exec", request.ssh_wrapper]
     for name, value in request.variables.items():
         argv += ["-genv", name, value]
-    env = {"I_MPI_PIN": "0", "I_MPI_JOB_ABORT_SIGNAL": "15"} if request.flavour == "impi" else {}
+    # Cores are rank.py's business; the abort of a run comes as SIGHUP, so that ranks tell it from a stop with its grace.
+    env = {"I_MPI_PIN": "0", "I_MPI_JOB_ABORT_SIGNAL": "1"} if request.flavour == "impi" else {}
     return MpiCommand(
         hostfile="".join(f"{_bracketed(host)}:{count}\n" for host, count in request.hosts),
         argv=(*argv, *request.command),

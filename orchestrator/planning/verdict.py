@@ -43,14 +43,16 @@ def judge(status: Mapping[str, Any], exits: Iterable[Mapping[str, Any]]) -> Verd
     state = str(status["state"])
     if state in ("succeeded", "stopped"):
         return Verdict(state=state, summary="every rank ended well" if state == "succeeded" else "the run was stopped")
-    own = [record for record in exits if not record["stopped"] and _is_failure(record)]
-    if not own:
+    records = list(exits)
+    own = [record for record in records if not record["stopped"] and _is_failure(record)]
+    # A rank whose parent or mpirun was killed from outside ends as an orphan: the first of those is the next best answer.
+    culprits = own or [record for record in records if record.get("ended_by") == "orphaned"]
+    if not culprits:
         return Verdict(state=state, summary=_without_rank(status))
-    first = min(own, key=lambda record: record["ended_unix_s"])
-    how = f"was killed by {first['signal']}" if first["signal"] else f"ended with exit code {first['exit_code']}"
+    first = min(culprits, key=lambda record: record["ended_unix_s"])
     return Verdict(
         state=state,
-        summary=f"rank {first['rank']} on {first['node']} {how}",
+        summary=f"rank {first['rank']} on {first['node']} {_how(first)}",
         rank=first["rank"],
         node=first["node"],
         exit_code=first["exit_code"],
@@ -60,6 +62,14 @@ def judge(status: Mapping[str, Any], exits: Iterable[Mapping[str, Any]]) -> Verd
 
 def _is_failure(record: Mapping[str, Any]) -> bool:
     return bool(record["signal"]) or record["exit_code"] != 0
+
+
+def _how(record: Mapping[str, Any]) -> str:
+    if record.get("error"):
+        return f"could not go on: {record['error']}"
+    if record.get("ended_by") == "orphaned":
+        return "lost its parent process: mpirun or its helper was killed there"
+    return f"was killed by {record['signal']}" if record["signal"] else f"ended with exit code {record['exit_code']}"
 
 
 def _without_rank(status: Mapping[str, Any]) -> str:

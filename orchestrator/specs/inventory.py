@@ -98,7 +98,9 @@ class Stack(_Section):
     datasets: v.VersionText | None = Field(default=None, description="version or range (default: one that fits)")
     backend: v.Backend = Field(default="auto", description="library of the collectives")
     mpi: v.Flavour = Field(default="impi", description="which MPI starts the ranks; system takes the mpirun found on the nodes")
-    ipex: v.AutoOrBool = Field(default="auto", description="Intel Extension for PyTorch; auto: where it fits this torch")
+    ipex: v.AutoOrBool = Field(
+        default="auto", description="Intel Extension for PyTorch; auto: together with the retired oneCCL bindings"
+    )
     extra: tuple[v.RequirementText, ...] = Field(default=(), description="further requirements, as pip writes them")
     find_links: tuple[v.PathText, ...] = Field(default=(), description="directories or URLs of wheels, tried first")
     extra_index: tuple[v.Url, ...] = Field(default=(), description="further package indexes")
@@ -112,7 +114,9 @@ class Job(_Section):
     ppn: v.Ppn = Field(default="auto", description="ranks per node; auto: one per socket, numa: one per NUMA node")
     omp_threads: v.AutoOrCount = Field(default="auto", description="OMP_NUM_THREADS; auto: the rank's cores minus ccl_workers")
     ccl_workers: v.CountFromZero = Field(default=1, description="cores of each rank that are left to communication")
-    bf16: v.AutoOrBool = Field(default="auto", description="train in bfloat16; auto: where every node computes it in hardware")
+    bf16: v.AutoOrBool = Field(
+        default="auto", description="true adds --bf16 to a Trainer script, false takes it away; auto: as job.args say"
+    )
     env: Mapping[v.EnvName, v.Text] = Field(default={}, description="environment variables of every rank", repr=False)
     sync: tuple[v.PathText, ...] = Field(default=(), description="files and directories copied beside the script")
     fetch: tuple[v.PathBelow, ...] = Field(default=(), description="paths the job writes, brought back when the run ends")

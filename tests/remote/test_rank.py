@@ -124,6 +124,7 @@ def test_a_rank_that_mpirun_misplaced_refuses(node: Node, begin: Begin, mpi: dic
         ({"python": "/nowhere/bin/python"}, "/nowhere/bin/python could not be started: .*No such file"),
         ({"env": {"A=B": "c"}}, "the environment variable 'A=B' cannot have the value 'c'"),
         ({"env": {"A": 1}}, "the environment variable 'A' cannot have the value 1"),
+        ({"env": {"A": "b\0c"}}, "the environment variable 'A' cannot have the value"),
     ],
 )
 def test_a_rank_that_cannot_start_refuses(node: Node, begin: Begin, change: dict[str, Any], message: str) -> None:
@@ -317,6 +318,17 @@ def test_a_failing_rank_asks_hydra_to_end_the_job(node: Node, begin: Begin) -> N
             assert ours.recv(100) == message
             assert exit_record(node, run_id) is not None
             process.wait(LIMIT_S)
+
+
+def test_a_rank_whose_mpirun_is_gone_does_not_begin(node: Node, begin: Begin) -> None:
+    """hydra may be killed while the rank's interpreter starts: nobody would ever end such a rank."""
+    ours, theirs = socket.socketpair()
+    ours.close()
+    with theirs:
+        mpi = {**ALONE, "PMI_FD": str(theirs.fileno())}
+        process = begin(node.launch("late", "raise SystemExit('it ran')", size=1), mpi, pass_fds=[theirs.fileno()])
+    assert "mpirun has gone already" in process.communicate(timeout=LIMIT_S)[1]
+    assert process.returncode == 97
 
 
 def test_pmi_reaches_the_script(node: Node, begin: Begin) -> None:

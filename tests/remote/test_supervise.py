@@ -152,7 +152,7 @@ def test_a_killed_process_takes_the_run_with_it(mpi_node: MpiNode, victim: str) 
         "keeper": (None, "SIGKILL", None),
         "script": (None, "SIGKILL", None),
         "mpirun": (None, "SIGTERM", "abort"),
-        "supervisor": (None, "SIGTERM", "stop"),
+        "supervisor": (None, "SIGTERM", "abort"),
     }
     assert exits(status)[2] == expected[victim]
     if victim == "mpirun":
@@ -262,7 +262,8 @@ def test_a_run_directory_is_used_once(node: Node) -> None:
         ({"mpirun": {"argv": [], "env": {}}}, "mpirun has no command line"),
         ({"files": {"../x": {"text": "", "mode": 0o600}}}, r"no file can be called ['../x']"),
         ({"grace_s": "soon"}, "could not convert string to float"),
-        ({"launch": None}, "launch"),
+        ({"launch": None}, "is no launch document of schema 1"),
+        ({"launch": {"schema": 1}}, "CLUSTER_TRAIN_LAUNCH lacks agent_dir, argv, "),
     ],
 )
 def test_a_start_document_that_is_none_is_refused(node: Node, change: dict[str, Any], message: str) -> None:
@@ -361,7 +362,8 @@ def test_a_sweep_lets_a_living_rank_end_its_script(node: Node) -> None:
     assert len(ended["killed"]) == 3, "rank.py (here in mpirun's place), its keeper, the script"
     assert node.output("left", 0) == "ready\nsaved\n"
     status = node.until_final("left")
-    assert (status["state"], exits(status)) == ("succeeded", [(0, None, "stop")])
+    assert exits(status) == [(0, None, "stop")]
+    assert (status["state"], status["reason"]) == ("failed", "rank 0 was ended (stop)"), "nobody had asked the supervisor"
 
 
 @pytest.fixture(params=INTERPRETERS, ids=lambda path: Path(path).parent.parent.name)

@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,20 @@ out = os.fdopen(1, "wb")
 out.write(b"10%\r50%\r100%\n\xff\xfe broken\n")
 out.write(b"".join(b"line %d of rank " % i + os.environb[b"RANK"] + b"\n" for i in range(5000)))
 print("warning", file=sys.stderr)
+"""
+SAVES_AT_THE_END = """
+import signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: (print("saved"), sys.exit(0)))
+for tick in range(600):
+    print("tick", tick)
+    time.sleep(0.1)
+"""
+IGNORES_SIGTERM = """
+import signal, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+for tick in range(3000):
+    print("tick", tick)
+    time.sleep(0.1)
 """
 LONG = """
 import os, time
@@ -115,26 +129,38 @@ def test_a_failing_rank_is_named_and_nothing_is_left(
     assert ours(nodes, root) == []
 
 
-def test_ctrl_c_stops_every_node(inventory: Callable[..., Path], tmp_path: Path, nodes: list[SshdNode], root: Path) -> None:
-    """SIGINT to `up` ends the ranks everywhere, the exit code is 130, and the state says stopped."""
-    path = inventory()
+def interrupted(command: Sequence[str | Path], tmp_path: Path, signals: Sequence[str]) -> tuple[int, str]:
+    """Start a command and send it SIGINT each time the next of `signals` is seen in what it prints; exit code and output."""
     environment = {**os.environ, "XDG_STATE_HOME": str(tmp_path / "state")}
-    with subprocess.Popen(
-        [COMMAND, "up", path, "--", script(tmp_path, LONG)],
-        cwd=REPOSITORY,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    ) as process:
-        assert process.stdout
-        for line in process.stdout:
-            if "r3] tick 3" in line:
-                break
-        process.send_signal(signal.SIGINT)
-        rest = process.stdout.read()
-        assert process.wait(LIMIT_S) == 130, rest
-    assert "was stopped" in rest
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    seen: list[str] = []
+    with subprocess.Popen(command, cwd=REPOSITORY, env=environment, **pipes) as process:  # type: ignore[call-overload]
+        for awaited in signals:
+            for line in process.stdout:
+                seen.append(line)
+                if awaited in line:
+                    break
+            process.send_signal(signal.SIGINT)
+        seen += list(process.stdout)
+        return process.wait(LIMIT_S), "".join(seen)
+
+
+def test_ctrl_c_stops_every_node(inventory: Callable[..., Path], tmp_path: Path, nodes: list[SshdNode], root: Path) -> None:
+    """SIGINT to `up` ends the ranks everywhere, the exit code is 130, and what the ranks last said is still shown."""
+    command = [COMMAND, "up", inventory(), "--", script(tmp_path, SAVES_AT_THE_END)]
+    code, said = interrupted(command, tmp_path, ["r3] tick 3"])
+    assert code == 130 and "was stopped" in said
+    assert all(f"[node{r // 2} r{r}] saved" in said for r in range(4)), said
+    assert ours(nodes, root) == []
+
+
+def test_a_second_ctrl_c_does_not_wait(inventory: Callable[..., Path], tmp_path: Path, nodes: list[SshdNode], root: Path) -> None:
+    """Ranks that ignore SIGTERM have a minute's grace; the second SIGINT ends them at once, on every node."""
+    started = time.monotonic()
+    command = [COMMAND, "up", inventory(grace_s=60), "--", script(tmp_path, IGNORES_SIGTERM)]
+    code, said = interrupted(command, tmp_path, ["r3] tick 3", "Ctrl-C again"])
+    assert code == 130 and "ending them at once" in said
+    assert time.monotonic() - started < 45
     assert ours(nodes, root) == []
 
 

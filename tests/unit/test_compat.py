@@ -60,6 +60,20 @@ def test_the_mpi_backend_is_refused() -> None:
         choose_stack(Stack(backend="mpi"), python_version="3.11", machine="x86_64")
 
 
+def test_ipex_comes_with_the_retired_bindings_or_when_asked() -> None:
+    """Its major.minor is torch's; with a torch it never knew it is left out, and told when it was asked for."""
+
+    def ipex(**stack: object) -> list[str]:
+        choice = choose_stack(Stack(**stack), python_version="3.11", machine="x86_64")  # type: ignore[arg-type]
+        return [requirement for requirement in choice.requirements if "intel_extension" in requirement]
+
+    assert ipex(torch="2.8.0", transformers="5.0.0", backend="ccl") == ["intel_extension_for_pytorch==2.8.*"]
+    assert ipex(torch="2.7.1", ipex=True) == ["intel_extension_for_pytorch==2.7.*"]
+    assert ipex(torch="2.8.0") == [] and ipex(torch="2.13.0", ipex=True) == []
+    told = choose_stack(Stack(torch="2.13.0", ipex=True), python_version="3.11", machine="x86_64").notes
+    assert any("intel_extension_for_pytorch ended" in note for note in told)
+
+
 def test_ranges_are_kept_and_versions_pinned() -> None:
     """A version means exactly that one; a range stays a range."""
     choice = choose_stack(

@@ -121,7 +121,29 @@ def test_the_guides_arguments_are_translated_and_told() -> None:
     job = {"args": ["--no_cuda", "--ddp_backend", "ccl", "--use_ipex", "--bf16"]}
     plan = launch([machine(EPYC, 0)], job, "from transformers import TrainingArguments")
     assert plan.document["argv"] == ["train.py", "--use_cpu", "--ddp_backend", "gloo", "--bf16"]
-    assert len(plan.translation.notes) == 3
+    assert [note.split(":")[0] for note in plan.translation.notes] == ["--no_cuda", "--ddp_backend ccl", "--use_ipex", "--bf16"]
+
+
+@pytest.mark.parametrize(
+    ("bf16", "args", "passed"),
+    [
+        ("auto", ["--x"], ["--x"]),
+        ("auto", ["--bf16"], ["--bf16"]),
+        (True, ["--x"], ["--bf16", "--x"]),
+        (False, ["--bf16", "true", "--x"], ["--x"]),
+        (False, ["--bf16=True", "--x", "true"], ["--x", "true"]),
+    ],
+)
+def test_bf16_is_the_persons_word(bf16: bool | str, args: list[str], passed: list[str]) -> None:
+    """auto changes nothing; true and false decide for a Trainer script, and no other script is touched."""
+    assert launch([machine(EPYC, 0)], {"bf16": bf16, "args": args}, "TrainingArguments").document["argv"][1:] == passed
+    assert launch([machine(EPYC, 0)], {"bf16": bf16, "args": args}, "argparse").document["argv"][1:] == args
+
+
+def test_bf16_without_the_hardware_is_told() -> None:
+    """The EPYC 7451 has neither AVX512_BF16 nor AMX: bfloat16 is slower there, and a note names the node."""
+    notes = launch([machine(EPYC, 0)], {"args": ["--bf16"]}, "TrainingArguments").translation.notes
+    assert any("node0 computes bfloat16 in software" in note for note in notes)
 
 
 def test_the_ranks_read_back_the_document_that_was_encoded() -> None:

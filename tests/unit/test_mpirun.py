@@ -28,7 +28,7 @@ def test_intel_mpi_with_equal_nodes_is_the_guides_line() -> None:
         *("-genv", "MASTER_ADDR", "10.0.0.10", "-genv", "OMP_NUM_THREADS", "23"),
         *("/r/envs/e/bin/python", "/r/agent/a/rank.py"),
     )
-    assert made.env == {"I_MPI_PIN": "0", "I_MPI_JOB_ABORT_SIGNAL": "15"}
+    assert made.env == {"I_MPI_PIN": "0", "I_MPI_JOB_ABORT_SIGNAL": "1"}
 
 
 def test_unequal_nodes_take_their_counts_from_the_hostfile() -> None:

@@ -38,6 +38,23 @@ def test_a_failure_without_a_rank_tells_what_mpirun_said() -> None:
     assert judge({"state": "lost", "reason": "the supervisor died"}, []).summary == "the supervisor died"
 
 
+def test_a_rank_that_could_not_go_on_tells_why() -> None:
+    """What rank.py itself found wrong (cores that are not allowed, a rank on the wrong node) is the reason."""
+    refused = {**ended(1, 1.0, 97), "error": "core 7 is not allowed here"}
+    assert judge({"state": "failed", "mpirun_exit": 97}, [refused]).summary.endswith(
+        "could not go on: core 7 is not allowed here"
+    )
+
+
+def test_an_orphan_is_named_where_no_rank_failed_by_itself() -> None:
+    """When a helper of mpirun was killed, the first rank that lost its parent shows where."""
+    orphans = [
+        {**ended(rank, at_s, None, "SIGKILL", stopped=True), "ended_by": "orphaned"} for rank, at_s in ((0, 2.0), (3, 1.0))
+    ]
+    verdict = judge({"state": "failed", "mpirun_exit": 255}, orphans)
+    assert verdict.rank == 3 and "lost its parent" in verdict.summary
+
+
 def test_a_good_end_and_a_stop_are_no_failures() -> None:
     """Success and a stop that was asked for name no culprit."""
     assert judge({"state": "succeeded"}, [ended(0, 1.0)]).rank is None
