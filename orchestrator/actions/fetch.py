@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import io
+import shutil
 import tarfile
 from collections.abc import Sequence
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from orchestrator.actions import agent
@@ -26,7 +27,7 @@ def fetch(transport: Transport, root: str, python: str, work_dir: str, paths: Se
         channel.close_stdin()
         with tarfile.open(fileobj=io.BufferedReader(_Reading(channel)), mode="r|") as archive:
             for member in archive:
-                archive.extract(member, into, filter="data")
+                _extract(archive, member, into)
         code = channel.wait(IDLE_TIMEOUT_S)
     except (OSError, EOFError, tarfile.TarError, TimeoutError) as error:
         raise CommandError(f"{transport.node}: fetching {', '.join(paths)} failed: {error}", node=transport.node) from error
@@ -35,6 +36,22 @@ def fetch(transport: Transport, root: str, python: str, work_dir: str, paths: Se
     if code != 0:
         raise CommandError(f"{transport.node}: fetching failed: {channel.stderr().strip()}", node=transport.node)
     return channel.stderr().splitlines()
+
+
+def _extract(archive: tarfile.TarFile, member: tarfile.TarInfo, into: Path) -> None:
+    """Write one file or directory; by hand, since tarfile's own filters came only with Python 3.10.12 and 3.11.4."""
+    parts = PurePosixPath(member.name).parts
+    if member.name.startswith("/") or ".." in parts or not (member.isfile() or member.isdir()):
+        raise tarfile.TarError(f"refused: {member.name!r}")
+    target = into.joinpath(*parts)
+    if member.isdir():
+        target.mkdir(parents=True, exist_ok=True)
+        return
+    target.parent.mkdir(parents=True, exist_ok=True)
+    content = archive.extractfile(member)
+    assert content is not None  # only a link or a device has none
+    with target.open("wb") as out:
+        shutil.copyfileobj(content, out, 1 << 20)
 
 
 class _Reading(io.RawIOBase):

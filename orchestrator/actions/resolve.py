@@ -118,14 +118,10 @@ def _hash_of_url(url: str) -> str:
 
 def sha256_of(path: Path) -> str:
     """The SHA-256 of a file's content, in hex."""
-    with path.open("rb") as content:
-        return hashlib.file_digest(content, "sha256").hexdigest() if sys.version_info >= (3, 11) else _digest(content)
-
-
-def _digest(content: Any) -> str:
     digest = hashlib.sha256()
-    for block in iter(lambda: content.read(1 << 20), b""):
-        digest.update(block)
+    with path.open("rb") as content:
+        for block in iter(lambda: content.read(1 << 20), b""):
+            digest.update(block)
     return digest.hexdigest()
 
 
