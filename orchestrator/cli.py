@@ -17,6 +17,7 @@ from typing import Any
 import click
 
 from orchestrator import __version__, engine
+from orchestrator.actions.attend import Outcome
 from orchestrator.actions.inventory_file import load_inventory
 from orchestrator.console import Console
 from orchestrator.errors import ClusterTrainError, Interrupted, InventoryError
@@ -284,7 +285,7 @@ def _inventory(ctx: click.Context, path: str, console: Console) -> Inventory:
     return inventory
 
 
-def _finish(ctx: click.Context, outcome: engine.Outcome, console: Console) -> None:
+def _finish(ctx: click.Context, outcome: Outcome, console: Console) -> None:
     """Show how a run ended, and exit with 1 unless it went well."""
     verdict = outcome.verdict
     lines = [f"run {outcome.run_id} {verdict.state}: {verdict.summary}", f"record: {outcome.record}"]

@@ -4,45 +4,31 @@ from __future__ import annotations
 
 import json
 import shlex
-import signal
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from orchestrator.actions import agent, launch, trust
-from orchestrator.actions.fetch import fetch
-from orchestrator.actions.follow import FINAL_STATES, Followed, Follower, RunReference
+from orchestrator.actions.attend import Outcome, attend, outcome_of, sweep
+from orchestrator.actions.follow import FINAL_STATES, Follower, RunReference
 from orchestrator.actions.probe import interpreter, probe
 from orchestrator.actions.provision import Provisioned, choose, distinct_roots, provision
 from orchestrator.actions.record import RECORD, RunRecord, records
 from orchestrator.actions.sync import JobFiles, collect, job_dir, sync
-from orchestrator.errors import ClusterTrainError, Interrupted, InventoryError, PreflightError
+from orchestrator.errors import InventoryError, PreflightError
 from orchestrator.nodes.fleet import Fleet, connect
 from orchestrator.planning.checks import Finding, findings
 from orchestrator.planning.compat import StackChoice
 from orchestrator.planning.inventory_text import parse_inventory
 from orchestrator.planning.launch import LaunchPlan, LaunchRequest, plan_launch
 from orchestrator.planning.network import NetworkChoice, NetworkNode, choose_network
-from orchestrator.planning.verdict import SHOWN_LINES, Verdict, judge
+from orchestrator.planning.verdict import judge
 from orchestrator.specs.events import Emit, Notice, Step
 from orchestrator.specs.facts import NodeFacts
 from orchestrator.specs.inventory import Inventory
 from orchestrator.specs.lock import Lock
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
-    """How a run that was followed ended; `tail` is the end of the log of the rank that failed first."""
-
-    run_id: str
-    verdict: Verdict
-    record: Path
-    tail: tuple[str, ...] = ()
 
 
 @contextmanager
@@ -66,14 +52,12 @@ def up(inventory: Inventory, emit: Emit, *, detach: bool, log_dir: str | None) -
         label = _label(inventory, plan, stack.lock)
         record.write(RECORD, {"run_id": plan.run_id, "started_unix_s": time.time(), **label})
         run = _reference(inventory, plan.run_id, label)
+        start = partial(launch.start, fleet.head, run.root, run.python, plan, label)
         if detach:
-            launch.start(fleet.head, nodes[0].root, interpreter(inventory), plan, label)
+            start()
             emit(Step(text=f"run {plan.run_id} goes on by itself: {_again(inventory, 'logs -f', plan.run_id)}"))
             return None
-        follower = Follower(fleet, run, record, emit)
-        with _interrupts(follower.interrupt):
-            launch.start(fleet.head, nodes[0].root, interpreter(inventory), plan, label)
-            return _follow_to_the_end(fleet, inventory, run, follower, record, emit)
+        return attend(fleet, inventory.job, run, record, emit, start)
 
 
 def dry_run(inventory: Inventory, emit: Emit) -> LaunchPlan:
@@ -120,7 +104,7 @@ def logs(
         follower = Follower(fleet, run, record, emit, wanted=ranks)
         follower.start(live=follow)
         followed = follower.follow()
-        return _outcome(run, record, followed) if followed.status.get("state") in FINAL_STATES else None
+        return outcome_of(run, record, followed) if followed.status.get("state") in FINAL_STATES else None
 
 
 def status(inventory: Inventory, run_id: str | None) -> dict[str, Any]:
@@ -209,7 +193,7 @@ def stop(inventory: Inventory, run_id: str | None, emit: Emit) -> dict[str, Any]
         else:
             emit(Step(text=f"stopping {found['run_id']}: the ranks have {inventory.job.grace_s:g} s to end by themselves"))
             final = launch.stop(fleet.head, inventory.root, interpreter(inventory), found["run_id"], inventory.job.grace_s)
-        _sweep(fleet, inventory, found["run_id"], emit)
+        sweep(fleet, inventory.root, interpreter(inventory), found["run_id"], inventory.job.grace_s, emit)
         return final
 
 
@@ -337,87 +321,6 @@ def _one_status(fleet: Fleet, inventory: Inventory, run_id: str | None) -> dict[
     return found[0]
 
 
-def _follow_to_the_end(
-    fleet: Fleet, inventory: Inventory, run: RunReference, follower: Follower, record: RunRecord, emit: Emit
-) -> Outcome:
-    """Follow; Ctrl-C asks the run to stop and goes on following, a second one ends it at once."""
-    stop = partial(launch.stop, fleet.head, run.root, run.python, run.run_id, inventory.job.grace_s)
-    stoppers: list[threading.Thread] = []
-
-    def on_interrupt(count: int) -> bool:
-        wait = f"the ranks have {inventory.job.grace_s:g} s to end by themselves; Ctrl-C again ends them at once"
-        emit(Notice(text=f"stopping: {wait}" if count == 1 else "ending them at once"))
-        stoppers.append(threading.Thread(target=_quietly, args=(partial(stop, now=count > 1),), daemon=True))
-        stoppers[-1].start()
-        return count == 1
-
-    follower.start()
-    followed = follower.follow(on_interrupt)
-    if stoppers:
-        stoppers[-1].join(inventory.job.grace_s + launch.START_TIMEOUT_S)
-        _sweep(fleet, inventory, run.run_id, emit)
-        raise Interrupted(f"run {run.run_id} was stopped", advice=f"its record: {record.path}")
-    outcome = _outcome(run, record, followed)
-    if outcome.verdict.state != "succeeded":
-        _sweep(fleet, inventory, run.run_id, emit)
-    record.write("verdict.json", outcome.verdict.to_json())
-    _fetch(fleet, inventory, run, record, emit)
-    return outcome
-
-
-@contextmanager
-def _interrupts(action: Callable[[], None]) -> Iterator[None]:
-    """Call `action` at every Ctrl-C, instead of breaking off wherever the program happens to be."""
-    before = signal.signal(signal.SIGINT, lambda *_: action())
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
-def _quietly(action: Callable[[], Any]) -> None:
-    """Run an action in a thread; what it could not do is found by the sweep that follows."""
-    try:
-        action()
-    except ClusterTrainError:
-        pass
-
-
-def _sweep(fleet: Fleet, inventory: Inventory, run_id: str, emit: Emit) -> None:
-    """End what is left of the run on every node, and name it."""
-    swept = launch.sweep(fleet, inventory.root, interpreter(inventory), run_id, inventory.job.grace_s)
-    for node, found in swept.items():
-        for what, text in (("killed", "was left running and has been ended"), ("left", "COULD NOT BE ENDED")):
-            for process in found[what]:
-                emit(Notice(text=f"{node}: process {process['pid']} of run {run_id} {text}"))
-
-
 def _again(inventory: Inventory, verb: str, run_id: str) -> str:
     """The command that takes this run up again, as it can be typed."""
     return shlex.join(["cluster-train", *verb.split(), *([inventory.file] if inventory.file else []), "--run", run_id])
-
-
-def _outcome(run: RunReference, record: RunRecord, followed: Followed) -> Outcome:
-    verdict = judge(followed.status, followed.exits.values())
-    tail = _last_lines(record, verdict.rank) if verdict.rank is not None else ()
-    return Outcome(run_id=run.run_id, verdict=verdict, record=record.path, tail=tail)
-
-
-def _last_lines(record: RunRecord, rank: int) -> tuple[str, ...]:
-    """The end of a rank's stderr, or of its stdout where it wrote nothing there."""
-    for stream in ("err", "out"):
-        path = record.path / f"rank-{rank}.{stream}"
-        if path.exists() and (text := path.read_text(errors="replace").strip()):
-            return tuple(text.splitlines()[-SHOWN_LINES:])
-    return ()
-
-
-def _fetch(fleet: Fleet, inventory: Inventory, run: RunReference, record: RunRecord, emit: Emit) -> None:
-    paths = inventory.job.fetch
-    if not paths:
-        return
-    missing = fetch(fleet.head, run.root, run.python, f"{run.run_dir}/work", paths, record.path)
-    for path in missing:
-        emit(Notice(text=f"job.fetch: the run left no {path} on {fleet.head.node}"))
-    for path in sorted(set(paths) - set(missing)):
-        emit(Step(text=f"fetched {record.path / path}"))
