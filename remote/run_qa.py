@@ -113,9 +113,7 @@ class DataArguments:
     pad_to_max_length: bool = field(
         default=False, metadata={"help": "Pad to max_seq_length, not just to the longest window of the batch."}
     )
-    eval_before_train: bool = field(
-        default=True, metadata={"help": "With do_train and do_eval: evaluate before training too."}
-    )
+    eval_before_train: bool = field(default=True, metadata={"help": "With do_train and do_eval: evaluate before training too."})
     log_weight_checksum: bool = field(
         default=False, metadata={"help": "Print the SHA-256 of all weights on every rank after every step."}
     )
@@ -326,8 +324,7 @@ def choose_answers(
         null_score = float(starts[null_index] + ends[null_index])
         null_scores[question] = min(null_score, null_scores.get(question, null_score))
     return {
-        q["id"]: _prediction(q["context"], spans[q["id"]], null_scores[q["id"]], n_best_size, null_threshold)
-        for q in questions
+        q["id"]: _prediction(q["context"], spans[q["id"]], null_scores[q["id"]], n_best_size, null_threshold) for q in questions
     }
 
 
@@ -601,8 +598,7 @@ def write_answers(answers: Mapping[str, Prediction], directory: Path, split: str
     tables: dict[str, dict[str, Any]] = {
         "predictions": {name: answer.text for name, answer in answers.items()},
         "nbest_predictions": {
-            name: [{"text": text, "score": score} for text, score in answer.candidates]
-            for name, answer in answers.items()
+            name: [{"text": text, "score": score} for text, score in answer.candidates] for name, answer in answers.items()
         },
     }
     if any(answer.null_lead is not None for answer in answers.values()):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import selectors
+import signal
 import socket
 import subprocess
 import tempfile
@@ -92,7 +93,7 @@ class LocalChannel:
 
     def close(self) -> None:
         if self._process.poll() is None:
-            self._process.kill()
+            os.killpg(self._process.pid, signal.SIGKILL)  # its session is its own: what it started goes with it
             self._process.wait()
         if not self._stderr.closed:
             self.stderr()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import logging
+import re
 import shlex
 import socket
 from collections.abc import Sequence
@@ -163,13 +164,13 @@ def _open(node: str, login: Login, connection: fabric.Connection) -> None:
     try:
         connection.open()
     except _UnknownHostKey as error:
-        raise _unknown_host_key(node, login, error) from None
+        raise _unknown_host_key(node, error) from None
     except paramiko.BadHostKeyException as error:
         raise HostKeyError(
-            f"{node}: the host key of {where} has CHANGED: it is now {fingerprint(error.key)}, known was "
+            f"{node}: the host key of {error.hostname} has CHANGED: it is now {fingerprint(error.key)}, known was "
             f"{fingerprint(error.expected_key)}",
             node=node,
-            advice=f"if the machine was really reinstalled: ssh-keygen -R '{_known_hosts_name(login)}', then accept its new key",
+            advice=f"if the machine was really reinstalled: ssh-keygen -R '{error.hostname}', then accept its new key",
         ) from None
     except (paramiko.AuthenticationException, paramiko.PasswordRequiredException) as error:
         raise AuthenticationError(
@@ -189,13 +190,16 @@ def _open(node: str, login: Login, connection: fabric.Connection) -> None:
         ) from None
 
 
-def _unknown_host_key(node: str, login: Login, error: _UnknownHostKey) -> HostKeyError:
+def _unknown_host_key(node: str, error: _UnknownHostKey) -> HostKeyError:
+    """Of the node or of its jump host: `hostname` is the one as known_hosts writes it, `host` or `[host]:port`."""
+    bracketed = re.fullmatch(r"\[(.+)\]:(\d+)", error.hostname)
+    host, port = bracketed.groups() if bracketed else (error.hostname, "22")
     return HostKeyError(
-        f"{node}: the host key of {login.host}:{login.port} is not known: {fingerprint(error.key)}",
+        f"{node}: the host key of {error.hostname} is not known: {fingerprint(error.key)}",
         node=node,
         advice=(
             "compare it with the machine's own (ssh-keygen -lf /etc/ssh/ssh_host_ed25519_key.pub there), then accept it: "
-            f"ssh-keyscan -p {login.port} {login.host} >> ~/.ssh/known_hosts   "
+            f"ssh-keyscan -p {port} {host} >> ~/.ssh/known_hosts   "
             "(throw-away clusters: `host_keys: accept-new` under `ssh:` in the inventory)"
         ),
     )
@@ -205,10 +209,6 @@ def fingerprint(key: paramiko.PKey) -> str:
     """A host key's SHA-256 fingerprint, as `ssh-keygen -l` prints it."""
     digest = base64.b64encode(hashlib.sha256(key.asbytes()).digest()).decode().rstrip("=")
     return f"{key.get_name()} SHA256:{digest}"
-
-
-def _known_hosts_name(login: Login) -> str:
-    return login.host if login.port == 22 else f"[{login.host}]:{login.port}"
 
 
 def _reason(error: Exception) -> str:

@@ -306,9 +306,7 @@ def test_questions_that_cannot_be_had_are_refused(script: Script, tmp_path: Path
 
 def question_batch(context: str, answer: str, question: str = "Which word?") -> dict[str, list[Any]]:
     """One question as a batch of columns; an empty answer means there is none."""
-    answers = (
-        {"text": [answer], "answer_start": [context.index(answer)]} if answer else {"text": [], "answer_start": []}
-    )
+    answers = {"text": [answer], "answer_start": [context.index(answer)]} if answer else {"text": [], "answer_start": []}
     return {"id": ["q"], "question": [question], "context": [context], "answers": [answers]}
 
 
@@ -356,9 +354,7 @@ def test_labels_point_at_the_answer_in_every_window_that_has_it(script: Script, 
 @pytest.mark.stack
 def test_a_question_without_answer_is_labelled_null(script: Script) -> None:
     """SQuAD v2's unanswerable questions point at the null token in every window, padded or not."""
-    windows = script(
-        "cut_windows", question_batch("Some words.", ""), max_seq_length=32, doc_stride=8, pad_to_max_length=True
-    )
+    windows = script("cut_windows", question_batch("Some words.", ""), max_seq_length=32, doc_stride=8, pad_to_max_length=True)
     assert windows["start_positions"] == windows["end_positions"] == windows["null_index"] == [0]
     assert len(windows["input_ids"][0]) == 32
 
@@ -401,9 +397,7 @@ WINDOWS = [
 ]
 
 
-def answer(
-    script: Script, starts: Sequence[Sequence[float]], ends: Sequence[Sequence[float]], **keywords: Any
-) -> dict[str, Any]:
+def answer(script: Script, starts: Sequence[Sequence[float]], ends: Sequence[Sequence[float]], **keywords: Any) -> dict[str, Any]:
     """The prediction for the one question of WINDOWS."""
     questions = [{"id": "q", "context": CONTEXT}]
     prediction: dict[str, Any] = script("choose_answers", questions, WINDOWS, starts, ends, **keywords)["q"]
@@ -460,9 +454,7 @@ def test_a_directory_of_that_name_wins_over_a_package(script: Script, tmp_path: 
 @pytest.mark.stack
 def test_dropout_is_switched_off_whatever_its_name(script: Script) -> None:
     """All numeric dropout fields become 0; everything else stays."""
-    config = script(
-        "without_dropout", hidden_dropout_prob=0.1, attention_dropout=0.3, classifier_dropout=None, hidden=7
-    )
+    config = script("without_dropout", hidden_dropout_prob=0.1, attention_dropout=0.3, classifier_dropout=None, hidden=7)
     assert config["hidden_dropout_prob"] == config["attention_dropout"] == 0
     assert config["classifier_dropout"] is None
     assert config["hidden"] == 7

@@ -11,6 +11,7 @@ from sshd import SshdNode, SshdNodes
 from orchestrator.errors import AuthenticationError, FleetError, HostKeyError, UnreachableError
 from orchestrator.nodes.fleet import connect
 from orchestrator.nodes.ssh import SshTransport
+from orchestrator.nodes.transport import run
 from orchestrator.specs.inventory import Inventory, Login, SshOptions
 
 
@@ -87,3 +88,17 @@ def test_every_node_that_fails_is_named_at_once(nodes: list[SshdNode], tmp_path:
         "nameless": UnreachableError,
     }
     assert refused.value.exit_code == 3 and "does not resolve" in refused.value.message
+
+
+def test_a_jump_host_leads_to_a_node_and_is_checked_as_well(nodes: list[SshdNode], tmp_path: Path) -> None:
+    """`via` reaches node1 through node0; the jump host's own key is checked like any other."""
+    via = f"{nodes[0].user}@{nodes[0].host}:{nodes[0].port}"
+    reached = reach(nodes[1], nodes[1].known_hosts, via=via)
+    done = run(reached, ["sh", "-c", "echo $SSH_CONNECTION"], idle_timeout_s=10)
+    reached.close()
+    assert done.stdout.split()[2].decode() == nodes[1].host
+    only_the_target = tmp_path / "known_hosts"
+    lines = nodes[1].known_hosts.read_text().splitlines(keepends=True)
+    only_the_target.write_text("".join(line for line in lines if nodes[1].host in line))
+    with pytest.raises(HostKeyError, match=nodes[0].host):
+        reach(nodes[1], only_the_target, via=via)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -67,7 +69,7 @@ def test_a_command_that_ends_without_reading_is_no_hang(transport: Transport) ->
 def test_arguments_arrive_byte_for_byte(transport: Transport, arguments: list[str]) -> None:
     """Blanks, quotes, newlines, $, * and any letter: what is passed is what arrives."""
     done = run(transport, [sys.executable, "-c", ECHO_ARGUMENTS, *arguments], idle_timeout_s=20)
-    assert __import__("json").loads(done.stdout) == arguments
+    assert json.loads(done.stdout) == arguments
 
 
 def test_silence_has_a_time_limit(transport: Transport) -> None:
@@ -76,6 +78,17 @@ def test_silence_has_a_time_limit(transport: Transport) -> None:
     with pytest.raises(CommandError, match="no sign of life"):
         run(transport, ["sleep", "60"], idle_timeout_s=0.5)
     assert time.monotonic() - started < 10
+
+
+def test_giving_up_a_local_command_ends_what_it_started() -> None:
+    """Closing the local twin leaves no child of a child behind."""
+    here = LocalTransport("here")
+    channel = here.open(["sh", "-c", "sleep 300 & echo $!; wait"])
+    pid = int(channel.read(10))
+    here.close()
+    deadline = time.monotonic() + 10
+    while Path(f"/proc/{pid}").exists() and "Z" not in Path(f"/proc/{pid}/stat").read_text().split(")")[1][:3]:
+        assert time.monotonic() < deadline
 
 
 def test_lines_come_one_by_one(transport: Transport) -> None:
