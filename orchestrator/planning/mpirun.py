@@ -5,9 +5,11 @@ Every difference between the flavours that is known stands here (measured with i
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
+
+from orchestrator.errors import PreflightError
 
 Flavour = Literal["impi", "mpich", "openmpi"]
 
@@ -40,8 +42,8 @@ class MpiRequest:
         flavour: whose dialect to speak.
         program: absolute path of the launcher on the head.
         hosts: (address on the cluster network, number of ranks) of each node, the head first.
-        hostfile_path: absolute path on the head.
-        ssh_wrapper: absolute path of the program to use as ssh, or None when all ranks run on the head.
+        run_dir: absolute path on the head of the directory that holds hostfile, ssh_config and ssh (see `hops`).
+        uses_ssh: some ranks run on other nodes.
         interface: the head's network card towards the other nodes.
         variables: environment of all ranks, named on the command line.
         command: what each rank runs.
@@ -50,8 +52,8 @@ class MpiRequest:
     flavour: Flavour
     program: str
     hosts: tuple[tuple[str, int], ...]
-    hostfile_path: str
-    ssh_wrapper: str | None
+    run_dir: str
+    uses_ssh: bool
     interface: str
     variables: Mapping[str, str]
     command: tuple[str, ...]
@@ -68,12 +70,12 @@ def _hydra(request: MpiRequest) -> MpiCommand:
     # Intel's `-f` takes a count of 1 on the first host as "unset", and -ppn overrides the file's counts: with unequal nodes
     # the counts must come from the file, through the option that believes it.
     option = "-f" if equal or request.flavour == "mpich" else "-machinefile"
-    argv = [request.program, option, request.hostfile_path, "-n", str(sum(counts))]
+    argv = [request.program, option, f"{request.run_dir}/hostfile", "-n", str(sum(counts))]
     if equal:
         argv += ["-ppn", str(counts[0])]
-    if request.ssh_wrapper:
+    if request.uses_ssh:
         # The card makes hydra give the other nodes an address to call back, where the head's name may not resolve.
-        argv += ["-iface", request.interface, "-launcher", "ssh", "-launcher-exec", request.ssh_wrapper]
+        argv += ["-iface", request.interface, "-launcher", "ssh", "-launcher-exec", f"{request.run_dir}/ssh"]
     for name, value in request.variables.items():
         argv += ["-genv", name, value]
     # Cores are rank.py's business; the abort of a run comes as SIGHUP, so that ranks tell it from a stop with its grace.
@@ -86,36 +88,25 @@ def _hydra(request: MpiRequest) -> MpiCommand:
 
 
 def _openmpi(request: MpiRequest) -> MpiCommand:
+    if " " in request.run_dir:
+        raise PreflightError(f"Open MPI's ssh takes no blank in a path: {request.run_dir}", advice="name another `root`")
     total = sum(count for _, count in request.hosts)
-    argv = [
-        request.program,
-        "--hostfile",
-        request.hostfile_path,
-        "-n",
-        str(total),
-        "--map-by",
-        "slot",
-        "--bind-to",
-        "none",
-    ]
-    argv += ["--prefix", request.program.rsplit("/bin/", 1)[0]]
-    if request.ssh_wrapper:
-        argv += ["--prtemca", "plm_ssh_agent", request.ssh_wrapper]
+    argv = [request.program, "--hostfile", f"{request.run_dir}/hostfile", "-n", str(total)]
+    argv += ["--map-by", "slot", "--bind-to", "none", "--prefix", request.program.rsplit("/bin/", 1)[0]]
+    if request.uses_ssh:
+        # The daemons on the other nodes look this program up too, and give up where it is missing: it must be ssh itself. It
+        # is split at blanks. Nodes do not start each other (they have no ssh_config): the head starts all.
+        argv += ["--prtemca", "plm_ssh_agent", f"ssh -F {request.run_dir}/ssh_config", "--prtemca", "plm_ssh_no_tree_spawn", "1"]
     for name, value in request.variables.items():
         argv += ["-x", f"{name}={value}"]
     argv += ["-x", LAUNCH_VARIABLE]
     return MpiCommand(
         hostfile="".join(f"{host} slots={count}\n" for host, count in request.hosts),
         argv=(*argv, *request.command),
-        # The one environment variable, and no option, that lets root start ranks: containers run as root.
+        # Has an effect for root alone, whom Open MPI refuses otherwise: a person who logs in as root has decided that.
         env={"PRTE_ALLOW_RUN_AS_ROOT": "1", "PRTE_ALLOW_RUN_AS_ROOT_CONFIRM": "1"},
     )
 
 
 def _bracketed(host: str) -> str:
     return f"[{host}]" if ":" in host else host
-
-
-def counts_of(nodes: Sequence[str]) -> dict[str, int]:
-    """How often each node stands in a list with one entry per rank."""
-    return {node: nodes.count(node) for node in dict.fromkeys(nodes)}

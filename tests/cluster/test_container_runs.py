@@ -32,6 +32,18 @@ for tick in range(600):
     print("tick", tick)
     time.sleep(0.1)
 """
+HELLO = """
+import os, socket, time
+print(os.environ["RANK"], "of", os.environ["WORLD_SIZE"], socket.gethostname())
+time.sleep(0.5)
+"""
+SAVES_AT_THE_END = """
+import signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: (print("saved"), sys.exit(0)))
+for tick in range(600):
+    print("tick", tick)
+    time.sleep(0.1)
+"""
 FAILS_ON_RANK_2 = """
 import os, sys, time
 if os.environ["RANK"] == "2":
@@ -148,6 +160,29 @@ def test_a_rank_that_exits_with_3_ends_all_and_is_named(
     ran = cluster_train("up", inventory(), "--", script(tmp_path, FAILS_ON_RANK_2))
     assert ran.exit_code == 1
     assert "rank 2 on node1 ended with exit code 3" in ran.stdout and "last words" in ran.stdout
+    assert ours(container_cluster) == []
+
+
+@pytest.mark.parametrize("mpi", ["mpich", "openmpi"])
+def test_the_other_flavours_do_the_same(
+    cluster_train: ClusterTrain, inventory: WriteInventory, container_cluster: ContainerCluster, tmp_path: Path, mpi: str
+) -> None:
+    """MPICH and Open MPI start the same ranks, end them all when one fails, and stop them with time to save."""
+    path = inventory()
+    content = yaml.safe_load(path.read_text())
+    content["stack"]["mpi"] = mpi
+    path.write_text(yaml.safe_dump(content))
+    good = cluster_train("up", path, "--json", "--", script(tmp_path, HELLO))
+    assert good.exit_code == 0, good.stdout[-3000:]
+    assert by_rank(good, "(.*)") == {rank: [f"{rank} of 4 node{rank // 2}"] for rank in range(4)}
+    bad = cluster_train("up", path, "--json", "--", script(tmp_path, FAILS_ON_RANK_2))
+    assert bad.exit_code == 1 and (bad.result["rank"], bad.result["exit_code"]) == (2, 3)
+    assert cluster_train("up", path, "--detach", "--", script(tmp_path, SAVES_AT_THE_END)).exit_code == 0
+    deadline = time.monotonic() + LIMIT_S
+    while "[node1 r3] tick 1" not in cluster_train("logs", path).stdout:
+        assert time.monotonic() < deadline
+    assert cluster_train("stop", path, "--json").result["state"] == "stopped"
+    assert sorted(re.findall(r"r(\d)\] saved", cluster_train("logs", path).stdout)) == ["0", "1", "2", "3"]
     assert ours(container_cluster) == []
 
 

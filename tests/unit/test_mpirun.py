@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
+from orchestrator.errors import PreflightError
 from orchestrator.planning.mpirun import MpiRequest, mpi_command
 
 REQUEST = MpiRequest(
     flavour="impi",
     program="/r/envs/e/bin/mpiexec.hydra",
     hosts=(("10.0.0.10", 2), ("10.0.0.11", 2)),
-    hostfile_path="/r/runs/1/hostfile",
-    ssh_wrapper="/r/runs/1/ssh",
+    run_dir="/r/runs/1",
+    uses_ssh=True,
     interface="eth0",
     variables={"MASTER_ADDR": "10.0.0.10", "OMP_NUM_THREADS": "23"},
     command=("/r/envs/e/bin/python", "/r/agent/a/rank.py"),
@@ -48,8 +51,14 @@ def test_mpich_reads_unequal_counts_from_its_own_option() -> None:
 
 def test_one_machine_needs_no_ssh() -> None:
     """Without other nodes there is no launcher option."""
-    made = mpi_command(replace(REQUEST, hosts=(("127.0.0.1", 2),), ssh_wrapper=None))
+    made = mpi_command(replace(REQUEST, hosts=(("127.0.0.1", 2),), uses_ssh=False))
     assert "-launcher-exec" not in made.argv and "-iface" not in made.argv
+
+
+def test_open_mpi_cannot_have_blanks_in_its_path() -> None:
+    """It splits its ssh command at blanks, so a root with one is refused before anything starts."""
+    with pytest.raises(PreflightError, match="blank"):
+        mpi_command(replace(REQUEST, flavour="openmpi", run_dir="/my root/runs/1"))
 
 
 def test_open_mpi_speaks_its_own_dialect() -> None:
@@ -58,7 +67,8 @@ def test_open_mpi_speaks_its_own_dialect() -> None:
     assert made.hostfile == "10.0.0.10 slots=2\n10.0.0.11 slots=2\n"
     assert made.argv == (
         *("/r/envs/e/bin/mpirun", "--hostfile", "/r/runs/1/hostfile", "-n", "4", "--map-by", "slot", "--bind-to", "none"),
-        *("--prefix", "/r/envs/e", "--prtemca", "plm_ssh_agent", "/r/runs/1/ssh"),
+        *("--prefix", "/r/envs/e", "--prtemca", "plm_ssh_agent", "ssh -F /r/runs/1/ssh_config"),
+        *("--prtemca", "plm_ssh_no_tree_spawn", "1"),
         *("-x", "MASTER_ADDR=10.0.0.10", "-x", "OMP_NUM_THREADS=23", "-x", "CLUSTER_TRAIN_LAUNCH"),
         *("/r/envs/e/bin/python", "/r/agent/a/rank.py"),
     )
