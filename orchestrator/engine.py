@@ -170,8 +170,8 @@ def teardown(inventory: Inventory, emit: Emit) -> dict[str, list[str]]:
     """
     with connected(inventory) as fleet:
         python = interpreter(inventory)
-        known = fleet.each(lambda node: launch.status(node, inventory.root, python, None))
-        going = sorted({run["run_id"] for found in known.values() for run in found if run["state"] not in FINAL_STATES})
+        known = launch.status(fleet.head, inventory.root, python, None)  # other nodes hold ranks, but no run's state
+        going = [run["run_id"] for run in known if run["state"] not in FINAL_STATES]
         if going:
             raise PreflightError(f"still going on: {', '.join(going)}", advice="cluster-train stop --run ID   first")
         nodes = probe(fleet, inventory)
