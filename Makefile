@@ -41,8 +41,9 @@ test: lint  ## lint, then all tests; pytest's arguments in ARGS: make test ARGS=
 demo: setup  ## train a real model with two ranks on this machine
 	$(BIN)/cluster-train up inventories/local.yml
 
-bench: setup system  ## measure the launch of a job against mpirun and accelerate
+bench: setup system  ## measure launch and provisioning against mpirun, accelerate, pip and Fabric
 	$(BIN)/python tests/bench/launch.py $(ARGS)
+	$(BIN)/python tests/bench/provision.py
 
 cluster: system  ## start the two containers of inventories/docker.yml
 	@$(PYTHON) docker/cluster.py up

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,10 @@ import click
 from orchestrator import __version__, engine
 from orchestrator.actions.attend import Outcome
 from orchestrator.actions.inventory_file import load_inventory
+from orchestrator.actions.lockfile import read_lock, write_lock
+from orchestrator.actions.provision import Provisioned
+from orchestrator.actions.prune import KINDS, Unused
+from orchestrator.actions.verify import Verified
 from orchestrator.console import Console
 from orchestrator.errors import ClusterTrainError, Interrupted, InventoryError
 from orchestrator.planning.launch import LaunchPlan
@@ -54,6 +59,13 @@ log_dir_option = click.option(
     "--log-dir", metavar="DIR", help="Where records of runs are kept (default: $XDG_STATE_HOME/cluster-train/runs)."
 )
 
+locked_option = click.option(
+    "--locked",
+    metavar="FILE",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Install exactly what this lock (written by `provision --lock`) says; nothing is resolved.",
+)
+
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.version_option(__version__, prog_name="cluster-train")
@@ -78,10 +90,19 @@ def cli() -> None:
     help="Print the hostfile, each rank's environment and cores, and the mpirun line; start nothing.",
 )
 @click.option("--detach", is_flag=True, help="Return once the run has started; it goes on by itself.")
+@locked_option
 @log_dir_option
 @json_option
 @click.pass_context
-def up(ctx: click.Context, inventory_file: str, dry_run: bool, detach: bool, log_dir: str | None, as_json: bool) -> None:
+def up(
+    ctx: click.Context,
+    inventory_file: str,
+    dry_run: bool,
+    detach: bool,
+    locked: Path | None,
+    log_dir: str | None,
+    as_json: bool,
+) -> None:
     """Make the nodes ready, start the training on all of them, and stream every rank's log.
 
     A second `up` finds nothing to install and starts at once. Ctrl-C stops the run on every node; a second Ctrl-C ends it
@@ -89,39 +110,74 @@ def up(ctx: click.Context, inventory_file: str, dry_run: bool, detach: bool, log
     """
     console = Console(as_json=as_json)
     inventory = _inventory(ctx, inventory_file, console)
+    lock = read_lock(locked) if locked else None
     if dry_run:
-        console.emit(_dry_run_result(inventory, engine.dry_run(inventory, console.emit)))
+        console.emit(_dry_run_result(inventory, engine.dry_run(inventory, console.emit, locked=lock)))
         return
-    outcome = engine.up(inventory, console.emit, detach=detach, log_dir=log_dir)
+    outcome = engine.up(inventory, console.emit, detach=detach, log_dir=log_dir, locked=lock)
     if outcome is not None:
         _finish(ctx, outcome, console)
 
 
 @cli.command(cls=ScriptCommand)
 @inventory_argument
-@click.option("--check", is_flag=True, help="Only report which nodes have the environment; exit 4 if any lacks it.")
+@click.option("--check", is_flag=True, help="Only look: what every node really has, against the lock; exit 4 where it differs.")
+@click.option("--repair", is_flag=True, help="Look first, and install damaged environments anew.")
+@locked_option
+@click.option(
+    "--lock",
+    "lock_file",
+    metavar="FILE",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Write the lock (every wheel's version, hash and source) to this file.",
+)
+@click.option("--prune", is_flag=True, help="Free the nodes of what the last 10 runs do not use; shows sizes and asks first.")
+@click.option("--yes", is_flag=True, help="With --prune: do not ask.")
 @json_option
 @click.pass_context
-def provision(ctx: click.Context, inventory_file: str, check: bool, as_json: bool) -> None:
+def provision(
+    ctx: click.Context,
+    inventory_file: str,
+    check: bool,
+    repair: bool,
+    locked: Path | None,
+    lock_file: Path | None,
+    prune: bool,
+    yes: bool,
+    as_json: bool,
+) -> None:
     """Bring every node to the same environment, and the job's files onto it.
 
     The wheels are resolved once, here, with your own pip configuration, and carried to the nodes: those need no internet, no
     pip and no root. An environment is named by a digest of what is in it and never changed.
+
+    --check imports the stack on every node, reads the versions of all that is installed and starts the MPI launcher: a table of
+    nodes and packages with every difference marked, and what to do about it.
     """
     console = Console(as_json=as_json)
     inventory = _inventory(ctx, inventory_file, console)
+    if check + repair + prune > 1:
+        raise click.UsageError("--check only looks, --repair makes, --prune removes: give one of them")
+    lock = read_lock(locked) if locked else None
     if check:
-        found = engine.check(inventory, console.emit)
-        rows = [
-            ("node", "environment"),
-            *((node, "as it should be" if good else "MISSING") for node, good in found.items()),
-        ]
-        console.emit(Result(document={"nodes": found}, text=table(rows)))
-        ctx.exit(0 if all(found.values()) else 4)
-    done = engine.prepare(inventory, console.emit)
+        _show_check(ctx, engine.check(inventory, console.emit, locked=lock), lock_file, console)
+        return
+    if prune:
+        removed = engine.prune(inventory, console.emit, partial(_is_prune_wanted, yes=yes), locked=lock)
+        gone = sum(len(paths) for paths in removed.values())
+        console.emit(Result(document={"removed": removed}, text=f"removed {gone} directories" if gone else "nothing was removed"))
+        return
+    done = engine.prepare(inventory, console.emit, locked=lock, repair=repair)
+    if lock_file:
+        write_lock(lock_file, done.lock)
     where = ", ".join(done.installed_on) or "nowhere: every node had it"
-    document = {"stack": done.lock.digest, "installed_on": list(done.installed_on), "versions": done.lock.versions}
-    console.emit(Result(document=document, text=f"stack {done.lock.digest}, installed on {where}"))
+    document = {
+        "stack": done.lock.digest,
+        "installed_on": list(done.installed_on),
+        "versions": done.lock.versions,
+        "changes": [asdict(change) for change in done.changes],
+    }
+    console.emit(Result(document=document, text=f"{_changes_text(done)}stack {done.lock.digest}, installed on {where}"))
 
 
 @cli.command()
@@ -285,6 +341,48 @@ def _inventory(ctx: click.Context, path: str, console: Console) -> Inventory:
     return inventory
 
 
+def _changes_text(done: Provisioned) -> str:
+    """What was brought to each node, from where, and how long it took; empty where nothing had to be done."""
+    if not done.changes:
+        return ""
+    rows = [("node", "wheels", "from", "copied in", "installed in")]
+    for change in done.changes:
+        got = change.delivery
+        rows.append(
+            (
+                change.node,
+                f"{got.wheels}, {got.size_bytes / 1e6:.0f} MB" if got.wheels else "had them",
+                (got.sender or "here") if got.wheels else "",
+                f"{got.seconds:.1f} s" if got.wheels else "",
+                f"{change.install_s:.1f} s",
+            )
+        )
+    return table(rows) + "\n"
+
+
+def _is_prune_wanted(unused: Mapping[str, Unused], *, yes: bool) -> bool:
+    """Show what could go from each node, and ask."""
+    rows = [("node", "what", "how many", "size", "names")]
+    for node, found in unused.items():
+        for kind, items in found.sizes.items():
+            size = f"{sum(size_bytes for _, size_bytes in items) / 1e6:.1f} MB"
+            names = ", ".join(name[:16] for name, _ in items[:3]) + (", …" if len(items) > 3 else "")
+            rows += [(node, KINDS[kind], str(len(items)), size, names)] if items else []
+        rows.append((node, "given back to the disk", "", f"{found.freed_bytes / 1e6:.1f} MB", ""))
+    click.echo(table(rows), err=True)
+    return yes or click.confirm("Remove them?", err=True)
+
+
+def _show_check(ctx: click.Context, verified: Verified, lock_file: Path | None, console: Console) -> None:
+    """Show what the nodes have, and exit with 4 unless that is what the lock says."""
+    if lock_file:
+        write_lock(lock_file, verified.lock)
+    comparison = verified.comparison
+    document = {"stack": verified.lock.digest, **comparison.to_json(), "nodes": verified.reports}
+    console.emit(Result(document=document, text=comparison.text()))
+    ctx.exit(0 if comparison.in_order else 4)
+
+
 def _finish(ctx: click.Context, outcome: Outcome, console: Console) -> None:
     """Show how a run ended, and exit with 1 unless it went well."""
     verdict = outcome.verdict
@@ -314,6 +412,7 @@ def _dry_run_result(inventory: Inventory, plan: LaunchPlan) -> Result:
         "",
         "# environment of all ranks",
         *(f"{name}={value}" for name, value in plan.document["env"].items()),
+        *(f"{name}={value}:${name}" for name, value in plan.document["prepend"].items()),
         "",
         "# mpirun",
         mpirun_line(plan),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 import threading
 import time
@@ -22,6 +23,8 @@ from orchestrator.specs.events import Event, LogText, Notice, Result, Step, Tran
 RANK_COLORS = ("cyan", "green", "magenta", "yellow", "blue", "bright_cyan", "bright_green", "bright_magenta")
 TRANSIENT_EVERY_S = 1.0
 TRANSFER_EVERY_S = 2.0
+BARS_EVERY_S = 0.1
+BAR_WIDTH = 24
 CLEAR_LINE = "\r\x1b[K"
 
 
@@ -40,6 +43,9 @@ class Console:
         self._color = "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
         self._live = sys.stdout.isatty()
         self._has_live_line = False
+        self._has_bars = sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
+        self._bars: dict[str, str] = {}  # by node, of the copies that are going on
+        self._drawn_bars = 0
         self._last_shown: dict[object, float] = {}
 
     def hide(self, secrets: Collection[str]) -> None:
@@ -66,6 +72,7 @@ class Console:
     def error(self, error: ClusterTrainError) -> None:
         """Show an error with its advice."""
         with self._lock:
+            self._bars.clear()
             if self._as_json:
                 print(self._masked(json.dumps(_error_document(error))), flush=True)
                 return
@@ -101,24 +108,43 @@ class Console:
             self._line(line, sys.stdout)
 
     def _transfer(self, event: Transfer) -> None:
+        """A bar per node on a terminal, a line now and then elsewhere; what is done is told by the step that follows."""
         done = event.sent_bytes >= event.total_bytes
-        if not done and not self._is_due(("transfer", event.node), 0.2 if self._live else TRANSFER_EVERY_S):
+        if not self._has_bars:
+            if not done and self._is_due(("transfer", event.node), TRANSFER_EVERY_S):
+                self._line(f"[{event.node}] {_progress(event)}", sys.stderr)
             return
-        percent = 100 * event.sent_bytes // max(1, event.total_bytes)
-        text = f"[{event.node}] {event.what} {event.sent_bytes / 1e6:.0f} of {event.total_bytes / 1e6:.0f} MB ({percent} %)"
-        if self._live:
-            sys.stderr.write(CLEAR_LINE + text)
+        if done:
+            self._bars.pop(event.node, None)
+        else:
+            self._bars[event.node] = f"[{event.node}] {_bar(event)} {_progress(event)}"
+        if done or self._is_due("bars", BARS_EVERY_S):
+            self._erase_bars()
+            self._draw_bars()
+
+    def _draw_bars(self) -> None:
+        """One line each, none so long that it breaks, and no more than the terminal is high: they are to be erased again."""
+        columns, rows = shutil.get_terminal_size()
+        shown = [text[: columns - 1] for text in self._bars.values()][: max(1, rows - 2)]
+        sys.stderr.write("".join(f"{self._masked(text)}\n" for text in shown))
+        sys.stderr.flush()
+        self._drawn_bars = len(shown)
+
+    def _erase_bars(self) -> None:
+        if self._drawn_bars:
+            sys.stderr.write(f"\x1b[{self._drawn_bars}A\r\x1b[J")
             sys.stderr.flush()
-            self._has_live_line = True
-        elif not done:
-            self._line(text, sys.stderr)
+            self._drawn_bars = 0
 
     def _line(self, text: str, stream: TextIO) -> None:
+        self._erase_bars()
         if self._has_live_line:
             sys.stdout.write(CLEAR_LINE)
             sys.stdout.flush()
             self._has_live_line = False
         print(self._masked(text), file=stream, flush=True)
+        if self._bars:
+            self._draw_bars()
 
     def _is_due(self, key: object, every_s: float) -> bool:
         now = time.monotonic()
@@ -136,6 +162,17 @@ class Console:
         for secret in self._secrets:
             text = text.replace(secret, "***")
         return text
+
+
+def _bar(event: Transfer) -> str:
+    filled = BAR_WIDTH * event.sent_bytes // max(1, event.total_bytes)
+    return "#" * filled + "-" * (BAR_WIDTH - filled)
+
+
+def _progress(event: Transfer) -> str:
+    percent = 100 * event.sent_bytes // max(1, event.total_bytes)
+    what = f"{event.sent_items} of {event.total_items} {event.what}," if event.total_items else event.what
+    return f"{what} {event.sent_bytes / 1e6:.0f} of {event.total_bytes / 1e6:.0f} MB ({percent} %)"
 
 
 def _error_document(error: ClusterTrainError) -> dict[str, object]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -13,19 +13,25 @@ from typing import Any
 from orchestrator.actions import agent, launch, trust
 from orchestrator.actions.attend import Outcome, attend, outcome_of, sweep
 from orchestrator.actions.follow import FINAL_STATES, Follower, RunReference
+from orchestrator.actions.lockfile import LockFile
 from orchestrator.actions.probe import interpreter, probe
-from orchestrator.actions.provision import Provisioned, choose, distinct_roots, provision
+from orchestrator.actions.provision import Provisioned, choose, provision
+from orchestrator.actions.prune import Unused, remove, survey, to_keep
 from orchestrator.actions.record import RECORD, RunRecord, records
+from orchestrator.actions.setvars import setvars_effect
 from orchestrator.actions.sync import JobFiles, collect, job_dir, sync
+from orchestrator.actions.verify import Verified, take_away, verify
 from orchestrator.errors import InventoryError, PreflightError
 from orchestrator.nodes.fleet import Fleet, connect
-from orchestrator.planning.checks import Finding, findings
+from orchestrator.planning.checks import findings
 from orchestrator.planning.compat import StackChoice
 from orchestrator.planning.inventory_text import parse_inventory
 from orchestrator.planning.launch import LaunchPlan, LaunchRequest, plan_launch
 from orchestrator.planning.network import NetworkChoice, NetworkNode, choose_network
+from orchestrator.planning.preflight import Finding
+from orchestrator.planning.roots import distinct_roots
 from orchestrator.planning.verdict import judge
-from orchestrator.specs.events import Emit, Notice, Step
+from orchestrator.specs.events import Emit, Event, Notice, Step
 from orchestrator.specs.facts import NodeFacts
 from orchestrator.specs.inventory import Inventory
 from orchestrator.specs.lock import Lock
@@ -41,16 +47,17 @@ def connected(inventory: Inventory, *, head_only: bool = False) -> Iterator[Flee
         fleet.close()
 
 
-def up(inventory: Inventory, emit: Emit, *, detach: bool, log_dir: str | None) -> Outcome | None:
+def up(inventory: Inventory, emit: Emit, *, detach: bool, log_dir: str | None, locked: LockFile | None = None) -> Outcome | None:
     """Probe, provision, sync, launch, and follow to the end; None where the run was left to itself (`detach`)."""
     files = collect(inventory.job)
     with connected(inventory) as fleet:
-        nodes, stack = _ready(fleet, inventory, emit, files)
+        nodes, stack = _ready(fleet, inventory, emit, files, locked)
         plan = _plan(fleet, inventory, nodes, stack.lock, stack.choice, files, launch.new_run_id(inventory.cluster))
         _announce(plan, stack, nodes, emit)
         record = RunRecord(plan.run_id, log_dir)
         label = _label(inventory, plan, stack.lock)
         record.write(RECORD, {"run_id": plan.run_id, "started_unix_s": time.time(), **label})
+        record.write("lock.json", stack.lock.to_json())
         run = _reference(inventory, plan.run_id, label)
         start = partial(launch.start, fleet.head, run.root, run.python, plan, label)
         if detach:
@@ -60,31 +67,54 @@ def up(inventory: Inventory, emit: Emit, *, detach: bool, log_dir: str | None) -
         return attend(fleet, inventory.job, run, record, emit, start)
 
 
-def dry_run(inventory: Inventory, emit: Emit) -> LaunchPlan:
+def dry_run(inventory: Inventory, emit: Emit, *, locked: LockFile | None = None) -> LaunchPlan:
     """The launch that `up` would carry out; looks at the nodes, changes nothing on them."""
     files = collect(inventory.job)
     with connected(inventory) as fleet:
         nodes = _probed(fleet, inventory, emit)
-        lock, choice = choose(inventory, nodes, emit, fetch=False)
+        lock, choice = choose(inventory, nodes, emit, fetch="never", locked=locked)
         lacking = [node.name for node in nodes if lock.digest not in node.state.envs or files.digest not in node.state.jobs]
         if lacking:
             emit(Notice(text=f"not yet ready: {', '.join(lacking)}; `cluster-train provision` makes them so"))
         return _plan(fleet, inventory, nodes, lock, choice, files, launch.new_run_id(inventory.cluster))
 
 
-def prepare(inventory: Inventory, emit: Emit) -> Provisioned:
-    """Everything but the launch: the environment and, where the inventory names a script, the job's files."""
+def prepare(inventory: Inventory, emit: Emit, *, locked: LockFile | None = None, repair: bool = False) -> Provisioned:
+    """Everything but the launch: the environment and, where the inventory names a script, the job's files.
+
+    Args:
+        locked: the lock to follow, instead of resolving.
+        repair: verify first, and install damaged environments anew. Raises PreflightError while one is in use.
+    """
     files = collect(inventory.job) if inventory.job.script else None
     with connected(inventory) as fleet:
-        return _ready(fleet, inventory, emit, files)[1]
+        if repair:
+            _repair(fleet, inventory, emit, locked)
+        return _ready(fleet, inventory, emit, files, locked)[1]
 
 
-def check(inventory: Inventory, emit: Emit) -> dict[str, bool]:
-    """Per node, whether it has the environment that the inventory asks for. Changes nothing."""
+def check(inventory: Inventory, emit: Emit, *, locked: LockFile | None = None) -> Verified:
+    """What every node really has, against what the inventory (or a lock) asks for. Changes nothing."""
     with connected(inventory) as fleet:
         nodes = _probed(fleet, inventory, emit)
-        lock, _ = choose(inventory, nodes, emit, fetch=False)
-        return {node.name: lock.digest in node.state.envs for node in nodes}
+        lock, choice = choose(inventory, nodes, emit, fetch="never", locked=locked)
+        return verify(fleet, inventory, nodes, lock, choice)
+
+
+def _repair(fleet: Fleet, inventory: Inventory, emit: Emit, locked: LockFile | None) -> None:
+    """Take damaged environments and wheels away from the nodes, once the wheels are at hand here."""
+
+    def emit_steps(event: Event) -> None:
+        if not isinstance(event, Notice):  # which are told when the nodes are made ready, next
+            emit(event)
+
+    nodes = probe(fleet, inventory)
+    lock, choice = choose(inventory, nodes, emit_steps, fetch="always", locked=locked)
+    comparison = verify(fleet, inventory, nodes, lock, choice).comparison
+    for drift in comparison.drift:
+        emit(Step(node=drift.node, text=drift.what))
+    if to_make := [node for node in nodes if node.name in comparison.to_make]:
+        take_away(fleet, inventory, distinct_roots(to_make), lock, emit)
 
 
 def logs(
@@ -163,6 +193,25 @@ def init(hosts: Sequence[str], ssh: Mapping[str, Any], emit: Emit) -> str:
     return "\n".join(lines) + "\n"
 
 
+def prune(
+    inventory: Inventory, emit: Emit, is_wanted: Callable[[Mapping[str, Unused]], bool], *, locked: LockFile | None = None
+) -> dict[str, list[str]]:
+    """Remove from the nodes what neither recent runs nor this inventory use; per node the paths that are gone.
+
+    Args:
+        is_wanted: is shown what could go from each node, and decides.
+    """
+    files = collect(inventory.job) if inventory.job.script else None
+    with connected(inventory) as fleet:
+        nodes = _probed(fleet, inventory, emit)
+        lock, _ = choose(inventory, nodes, emit, fetch="never", locked=locked)
+        keep = to_keep(fleet, nodes, lock, files.digest if files else None)
+        unused = survey(fleet, nodes, keep)
+        if not any(node.count for node in unused.values()) or not is_wanted(unused):
+            return {name: [] for name in unused}
+        return remove(fleet, nodes, keep, emit)
+
+
 def teardown(inventory: Inventory, emit: Emit) -> dict[str, list[str]]:
     """Remove from every node all that was put there; per node the paths that are gone.
 
@@ -175,11 +224,15 @@ def teardown(inventory: Inventory, emit: Emit) -> dict[str, list[str]]:
         if going:
             raise PreflightError(f"still going on: {', '.join(going)}", advice="cluster-train stop --run ID   first")
         nodes = probe(fleet, inventory)
+        # On every node, for a root in common does not mean a home in common; and while our scripts are still there.
+        keys = fleet.each(lambda node: agent.call(node, inventory.root, python, "authorize.py", ["revoke"])["removed"])
         removed: dict[str, list[str]] = {node.name: [] for node in nodes}
         for node in distinct_roots(nodes):
             answer = agent.call(fleet.transports[node.name], node.root, python, "remove.py", [node.root])
             removed[node.name] = answer["removed"]
-            emit(Step(node=node.name, text=f"removed {len(answer['removed'])} directories and {len(answer['revoked'])} keys"))
+            emit(Step(node=node.name, text=f"removed {len(answer['removed'])} directories and {len(keys[node.name])} keys"))
+            for path in answer["left"]:
+                emit(Notice(text=f"{node.name}: {path} is not ours, and stays"))
         return removed
 
 
@@ -197,12 +250,14 @@ def stop(inventory: Inventory, run_id: str | None, emit: Emit) -> dict[str, Any]
         return final
 
 
-def _ready(fleet: Fleet, inventory: Inventory, emit: Emit, files: JobFiles | None) -> tuple[tuple[NodeFacts, ...], Provisioned]:
+def _ready(
+    fleet: Fleet, inventory: Inventory, emit: Emit, files: JobFiles | None, locked: LockFile | None = None
+) -> tuple[tuple[NodeFacts, ...], Provisioned]:
     """Nodes that have the environment, accept the head's key, and hold the job's files."""
     nodes = _probed(fleet, inventory, emit)
     network = _network(inventory, nodes)
-    stack = provision(fleet, inventory, nodes, emit)
     trust.authorize_head(fleet, nodes, network.endpoints, emit)
+    stack = provision(fleet, inventory, nodes, emit, locked, network.endpoints)
     if files:
         sync(fleet, nodes, files, emit)
     return nodes, stack
@@ -252,6 +307,7 @@ def _plan(
             host_keys={name: transport.host_key for name, transport in fleet.transports.items()},
             identity=trust.planned_identity(fleet, inventory, nodes),
             mpi=mpi,
+            setvars=setvars_effect(fleet, inventory.root, interpreter(inventory), lock, choice),
         )
     )
 
@@ -262,6 +318,8 @@ def _announce(plan: LaunchPlan, stack: Provisioned, nodes: Sequence[NodeFacts], 
     versions = stack.lock.versions
     shown = ", ".join(f"{name} {versions[name]}" for name in ("torch", "transformers", "accelerate") if name in versions)
     emit(Step(text=f"stack {stack.lock.digest}: {shown}, backend {stack.choice.backend}"))
+    if plan.setvars:
+        emit(Step(text=f"setvars.sh of {plan.setvars.module} applied: {', '.join(plan.setvars.names)}"))
     emit(Step(text=plan.network.reason))
     variables = plan.document["env"]
     threads = sorted({rank.omp_num_threads for rank in plan.ranks})

@@ -5,13 +5,17 @@ Usage: authorize.py key ROOT                     makes <root>/ssh/id_ed25519 if 
        authorize.py revoke                       removes every key of ours; prints {"removed": [comment, ...]}
 
 Keys of ours are known by their comment, which begins with "cluster-train:". They are `restrict`ed: commands only, no
-forwarding, no terminal.
+forwarding, no terminal. They stand before all other lines of the file, whose bytes are never changed.
 """
 
+import contextlib
+import fcntl
 import json
 import os
 import subprocess
 import sys
+
+import unpack
 
 MARK = "cluster-train:"
 
@@ -51,35 +55,62 @@ def allow(comment, address, public):
     kind, blob = public.split()[:2]
     if not comment.startswith(MARK) or any(character in comment + address for character in ' "\n'):
         raise ValueError("not a comment or address of ours: {!r} {!r}".format(comment, address))
-    lines = authorized_lines()
-    if not any(line.split()[-1:] == [comment] for line in lines):
-        lines.append('restrict,from="{}" {} {} {}'.format(address, kind, blob, comment))
-        write_authorized(lines)
+    with exclusive():
+        lines = authorized_lines()
+        if comment not in [comment_of(line) for line in lines]:
+            line = 'restrict,from="{}" {} {} {}\n'.format(address, kind, blob, comment)
+            write_authorized([line.encode("ascii")] + lines)
     return {"comment": comment}
 
 
 def revoke():
-    lines = authorized_lines()
-    ours = [line for line in lines if line.split()[-1:] and line.split()[-1].startswith(MARK)]
-    if ours:
-        write_authorized([line for line in lines if line not in ours])
-    return {"removed": [line.split()[-1] for line in ours]}
+    """Remove every line of ours, and the file where it held nothing else."""
+    if not os.path.isdir(os.path.dirname(authorized_path())):
+        return {"removed": []}
+    with exclusive():
+        lines = authorized_lines()
+        ours = [line for line in lines if comment_of(line).startswith(MARK)]
+        if len(ours) < len(lines) and ours:
+            write_authorized([line for line in lines if line not in ours])
+        elif ours:
+            os.unlink(authorized_path())
+    return {"removed": [comment_of(line) for line in ours]}
+
+
+@contextlib.contextmanager
+def exclusive():
+    """While this lasts no other of us changes the file (the lock of its directory dies with its holder)."""
+    directory = os.path.dirname(authorized_path())
+    os.makedirs(directory, mode=0o700, exist_ok=True)
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        unpack.is_locked(descriptor, fcntl.LOCK_EX, patient=True)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def comment_of(line):
+    """The last word of a line: keys of ours have a comment without blanks."""
+    return (line.split()[-1:] or [b""])[0].decode("ascii", "replace")
 
 
 def authorized_lines():
+    """The file's lines as they are, with their ends."""
     try:
-        with open(authorized_path()) as text:
-            return text.read().splitlines()
-    except IOError:
+        with open(authorized_path(), "rb") as stream:
+            return stream.read().splitlines(True)
+    except FileNotFoundError:
         return []
 
 
 def write_authorized(lines):
     path = authorized_path()
-    os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
-    temporary = "{}.{}.part".format(path, os.getpid())
-    with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as out:
-        out.write("".join(line + "\n" for line in lines))
+    mode = os.stat(path).st_mode & 0o777 if os.path.exists(path) else 0o600
+    temporary = path + ".cluster-train.part"
+    with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as out:
+        out.write(b"".join(lines))
+        os.fchmod(out.fileno(), mode)
     os.rename(temporary, path)
 
 

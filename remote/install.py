@@ -5,7 +5,11 @@ Usage: install.py < plan
 The plan: {"root", "digest", "python", "wheels": [{"name", "version", "sha256", "filename"}], "verify": [module, ...],
 "uv": {"sha256", "filename"} or null}. Nothing is fetched from anywhere: every wheel lies in `<root>/wheelhouse/<sha256>/`
 already and is installed with its hash required. An environment `<root>/envs/<digest>` either exists and is complete (it holds
-complete.json) or does not exist. Two installers of one digest wait for each other on a lock that dies with its owner.
+complete.json, in which stands what a setvars.sh of its does: see setvars.py) or does not exist. Two installers of one digest wait
+for each other on a lock that dies with its owner and with what the owner started: an orphaned pip never writes into the directory
+of the next installer.
+
+An installer whose caller has gone finishes all the same: the next `provision` finds its environment, or waits for it.
 
 Prints JSON lines: {"step": ..., "detail": ...} while it works, {"installed": bool, "versions": {...}, "seconds": ...} at the end;
 an error is told on stderr with exit code 1.
@@ -22,7 +26,11 @@ import time
 import zipfile
 from urllib.request import pathname2url
 
+import setvars
+import unpack
+
 COMPLETE = "complete.json"
+BUILDING = ".building"
 
 
 class InstallError(Exception):
@@ -36,7 +44,7 @@ def main():
     started = time.time()
     try:
         versions, installed = ensure(root, plan)
-    except (InstallError, OSError, ValueError, KeyError) as error:
+    except (InstallError, setvars.SetvarsError, OSError, ValueError, KeyError) as error:
         sys.stderr.write("install: {}\n".format(error))
         return 1
     say({"installed": installed, "versions": versions, "seconds": round(time.time() - started, 3)})
@@ -44,8 +52,11 @@ def main():
 
 
 def say(document):
-    print(json.dumps(document))
-    sys.stdout.flush()
+    try:
+        print(json.dumps(document))
+        sys.stdout.flush()
+    except BrokenPipeError:  # nobody listens any more, and the environment is wanted all the same
+        sys.stdout = open(os.devnull, "w")
 
 
 def ensure(root, plan):
@@ -53,28 +64,53 @@ def ensure(root, plan):
     envs = os.path.join(root, "envs")
     final = os.path.join(envs, plan["digest"])
     os.makedirs(envs, mode=0o700, exist_ok=True)
-    with open(os.path.join(envs, ".{}.lock".format(plan["digest"])), "w") as lock:
-        say({"step": "lock", "detail": plan["digest"]})
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with locked(envs, plan["digest"]) as lock:
         if os.path.exists(os.path.join(final, COMPLETE)):
             with open(os.path.join(final, COMPLETE)) as record:
                 return json.load(record)["versions"], False
+        building = building_path(envs, plan["digest"])
         clear_unfinished(envs, plan["digest"])
-        building = os.path.join(envs, ".{}.building".format(plan["digest"]))
-        versions = build(root, plan, building, final)
-        os.rename(building, final)
+        try:
+            versions = build(root, plan, building, final, lock)
+            os.rename(building, final)
+        finally:
+            remove_all(building, building + ".txt")
         return versions, True
 
 
+def locked(envs, digest):
+    """The open file that holds the lock of a digest; waits for whoever has it."""
+    lock = open(os.path.join(envs, ".{}.lock".format(digest)), "w")
+    say({"step": "lock", "detail": digest})
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    return lock
+
+
+def building_path(envs, digest):
+    return os.path.join(envs, ".{}{}".format(digest, BUILDING))
+
+
 def clear_unfinished(envs, digest):
-    """Remove what an installer that died left behind; we hold the lock, so nobody else is at it."""
-    for name in (".{}.building".format(digest), digest):
-        path = os.path.join(envs, name)
+    """Remove what installers that died left behind: of our digest, whose lock we hold, and of those whose lock is free."""
+    remove_all(os.path.join(envs, digest), building_path(envs, digest), building_path(envs, digest) + ".txt")
+    for name in os.listdir(envs):
+        other = name[1 : -len(BUILDING)]
+        if name.startswith(".") and name.endswith(BUILDING) and other != digest:
+            with open(os.path.join(envs, ".{}.lock".format(other)), "w") as lock:
+                if unpack.is_locked(lock.fileno(), fcntl.LOCK_EX):
+                    remove_all(building_path(envs, other), building_path(envs, other) + ".txt")
+
+
+def remove_all(*paths):
+    for path in paths:
         if os.path.isdir(path):
             shutil.rmtree(path)
+        elif os.path.exists(path):
+            os.unlink(path)
 
 
-def build(root, plan, building, final):
+def build(root, plan, building, final, lock):
+    """Make the environment in `building`, fit to be renamed to `final`; the versions in it."""
     uv = ensure_uv(root, plan["uv"]) if plan["uv"] else None
     requirements = building + ".txt"
     with open(requirements, "w") as out:
@@ -82,41 +118,38 @@ def build(root, plan, building, final):
             path = os.path.join(root, "wheelhouse", wheel["sha256"], wheel["filename"])
             if not os.path.exists(path):
                 raise InstallError("the wheelhouse lacks {}".format(wheel["filename"]))
-            out.write("{} @ file://{} --hash=sha256:{}\n".format(wheel["name"], pathname2url(path), wheel["sha256"]))
-    try:
-        say({"step": "install", "detail": "{} wheels with {}".format(len(plan["wheels"]), "uv" if uv else "pip")})
-        if uv:
-            install_with_uv(root, uv, plan["python"], building, requirements)
-        else:
-            install_with_pip(plan["python"], building, requirements)
-        rename_in_scripts(building, final)
-        say({"step": "verify", "detail": ", ".join(plan["verify"])})
-        versions = verify(os.path.join(building, "bin", "python"), plan["verify"])
-        with open(os.path.join(building, COMPLETE), "w") as out:
-            json.dump({"digest": plan["digest"], "versions": versions, "wheels": plan["wheels"]}, out)
-        return versions
-    finally:
-        os.unlink(requirements)
+            # The pip of Python 3.6 takes no name before a URL, uv wants one.
+            named = "{} @ ".format(wheel["name"]) if uv else ""
+            out.write("{}file://{} --hash=sha256:{}\n".format(named, pathname2url(path), wheel["sha256"]))
+    say({"step": "install", "detail": "{} wheels with {}".format(len(plan["wheels"]), "uv" if uv else "pip")})
+    if uv:
+        install_with_uv(root, uv, plan["python"], building, requirements, lock)
+    else:
+        install_with_pip(plan["python"], building, requirements, lock)
+    rename_in_scripts(building, final)
+    say({"step": "verify", "detail": ", ".join(plan["verify"])})
+    effect = setvars.effect_in(building, plan["verify"])
+    versions = verify(os.path.join(building, "bin", "python"), plan["verify"], effect)
+    record = {"digest": plan["digest"], "versions": versions, "wheels": plan["wheels"]}
+    with open(os.path.join(building, COMPLETE), "w") as out:
+        json.dump(dict(record, environment=setvars.moved(effect, building, final)), out)
+    return versions
 
 
 def ensure_uv(root, wheel):
     """The path of uv's static binary, unpacked from its wheel; None where it does not run on this machine."""
-    path = os.path.join(root, "bin", "uv-{}".format(wheel["sha256"][:16]))
-    if not os.path.exists(path):
-        os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
-        archive = os.path.join(root, "wheelhouse", wheel["sha256"], wheel["filename"])
-        temporary = "{}.{}.part".format(path, os.getpid())
-        with zipfile.ZipFile(archive) as files, open(temporary, "wb") as out:
-            (member,) = [name for name in files.namelist() if name.endswith(".data/scripts/uv")]
-            with files.open(member) as source:
-                shutil.copyfileobj(source, out)
-        os.chmod(temporary, 0o700)
-        os.rename(temporary, path)
-    link = os.path.join(root, "bin", "uv")
-    if not os.path.exists(link):
-        temporary = "{}.{}.part".format(link, os.getpid())
-        os.symlink(os.path.basename(path), temporary)
-        os.rename(temporary, link)
+    directory = os.path.join(root, "bin")
+    name = "uv-{}".format(wheel["sha256"][:16])
+    path, link = os.path.join(directory, name), os.path.join(directory, "uv")
+    if not (os.path.exists(path) and os.path.exists(link)):
+        os.makedirs(directory, mode=0o700, exist_ok=True)
+        with unpack.sharing(directory):
+            partial = unpack.new_partial(directory, name)
+            extract_uv(os.path.join(root, "wheelhouse", wheel["sha256"], wheel["filename"]), os.path.join(partial, name))
+            os.rename(os.path.join(partial, name), path)
+            os.symlink(name, os.path.join(partial, "uv"))
+            os.rename(os.path.join(partial, "uv"), link)
+            os.rmdir(partial)
     try:
         call([path, "--version"], {})
     except InstallError as error:
@@ -125,36 +158,58 @@ def ensure_uv(root, wheel):
     return path
 
 
-def install_with_uv(root, uv, python, building, requirements):
+def extract_uv(archive, target):
+    with zipfile.ZipFile(archive) as files, open(target, "wb") as out:
+        (member,) = [name for name in files.namelist() if name.endswith(".data/scripts/uv")]
+        with files.open(member) as source:
+            shutil.copyfileobj(source, out)
+    os.chmod(target, 0o700)
+
+
+def install_with_uv(root, uv, python, building, requirements, lock):
     environment = {
         "UV_CACHE_DIR": os.path.join(root, "cache", "uv"),
         "UV_NO_CONFIG": "1",
         "UV_OFFLINE": "1",
         "UV_PYTHON_DOWNLOADS": "never",
     }
-    call([uv, "venv", "--quiet", "--python", python, building], environment)
+    call([uv, "venv", "--quiet", "--python", python, building], environment, lock)
     call(
         [uv, "pip", "install", "--quiet", "--no-index", "--no-deps", "--require-hashes"]
         + ["--python", os.path.join(building, "bin", "python"), "-r", requirements],
         environment,
+        lock,
     )
 
 
-def install_with_pip(python, building, requirements):
+def install_with_pip(python, building, requirements, lock):
+    try:
+        call([python, "-c", "import ensurepip, venv"], {}, lock)
+    except InstallError as error:
+        hint = "Debian: apt-get install python3-venv; uv, which needs neither, takes Python 3.8 and newer"
+        raise InstallError("{} lacks the module venv or ensurepip ({}): {}".format(python, hint, error))
     environment = {"PIP_CONFIG_FILE": os.devnull, "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
-    call([python, "-m", "venv", building], environment)
+    call([python, "-m", "venv", building], environment, lock)
     call(
         [os.path.join(building, "bin", "python"), "-m", "pip", "install", "--quiet", "--no-index", "--no-deps"]
         + ["--require-hashes", "-r", requirements],
         environment,
+        lock,
     )
 
 
-def call(argv, environment):
-    """Run a command to its end; raises InstallError with the end of what it said."""
+def call(argv, environment, lock=None):
+    """Run a command, which shares in `lock`, to its end; raises InstallError with the end of what it said."""
     full = {key: value for key, value in os.environ.items() if not key.startswith(("PIP_", "UV_", "PYTHON", "VIRTUAL_ENV"))}
     full.update(environment)
-    process = subprocess.Popen(argv, env=full, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    process = subprocess.Popen(
+        argv,
+        env=full,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        pass_fds=[lock.fileno()] if lock else [],
+    )
     output, _ = process.communicate()
     if process.returncode != 0:
         last = output.decode("utf-8", "replace").strip().splitlines()[-8:]
@@ -178,18 +233,22 @@ def rename_in_scripts(building, final):
 
 
 CHECK = """
-import importlib, importlib.metadata, json, sys
+import importlib, json, sys
 versions = {}
 for name in sys.argv[1:]:
     module = importlib.import_module(name)
-    versions[name] = str(getattr(module, "__version__", "")) or importlib.metadata.version(name)
+    versions[name] = str(getattr(module, "__version__", ""))
+    if not versions[name] and sys.version_info >= (3, 8):
+        import importlib.metadata
+        versions[name] = importlib.metadata.version(name)
 print(json.dumps(versions))
 """
 
 
-def verify(python, modules):
+def verify(python, modules, effect):
     """The versions that the modules say of themselves; raises InstallError when one cannot be imported."""
     environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
+    environment = setvars.applied(effect, environment)
     process = subprocess.Popen(
         [python, "-c", CHECK] + modules,
         env=environment,

@@ -104,6 +104,9 @@ def script_environment(rank: Rank, inherited: dict) -> dict:
             environment[records.to_bytes(name)] = records.to_bytes(value)
 
     put(launch["env"])
+    for name, directories in launch.get("prepend", {}).items():  # what a setvars.sh puts before the rank's own list
+        own = records.to_text(environment.get(records.to_bytes(name), b""))
+        put({name: directories + ":" + own if own else directories})
     put(plan["env"])
     python_bin = os.path.dirname(launch["python"])
     search = records.to_text(environment.get(b"PATH", b"/usr/local/bin:/usr/bin:/bin"))

@@ -2,7 +2,7 @@
 
 Usage: remove.py ROOT
 
-Prints {"removed": [path, ...], "revoked": [comment, ...]}. Anything else below ROOT is left, and named on stderr.
+Prints {"removed": [path, ...], "revoked": [comment, ...], "left": [path, ...]}: anything else below ROOT is not ours, and stays.
 """
 
 import json
@@ -24,13 +24,13 @@ def main(arguments):
         if os.path.isdir(path):
             shutil.rmtree(path, onerror=lambda _, where, error: failed.append("{}: {}".format(where, error[1])))
             removed.append(path)
-    if os.path.isdir(root):
-        left = os.listdir(root)
-        if left:
-            sys.stderr.write("left in {}: {}\n".format(root, ", ".join(sorted(left))))
-        else:
-            os.rmdir(root)
-    print(json.dumps({"removed": removed, "revoked": authorize.revoke()["removed"]}))
+    for name in os.listdir(root) if os.path.isdir(root) else []:
+        if name.startswith(".nonce-"):  # of a nonce.py whose node was lost
+            os.unlink(os.path.join(root, name))
+    left = sorted(os.path.join(root, name) for name in os.listdir(root)) if os.path.isdir(root) else []
+    if os.path.isdir(root) and not left:
+        os.rmdir(root)
+    print(json.dumps({"removed": removed, "revoked": authorize.revoke()["removed"], "left": left}))
     sys.stderr.write("".join(line + "\n" for line in failed))
     return 1 if failed else 0
 

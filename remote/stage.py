@@ -15,17 +15,21 @@ import shutil
 import sys
 import tarfile
 
+import unpack
+
 
 def main(arguments):
     """Run one of the two commands; 0, or 1 after saying on stderr what was wrong."""
     command, root = arguments[0], os.path.expanduser(arguments[1])
     jobs = os.path.join(root, "jobs")
-    os.makedirs(os.path.join(jobs, ".manifests"), mode=0o700, exist_ok=True)
     try:
+        os.makedirs(os.path.join(jobs, ".manifests"), mode=0o700, exist_ok=True)
         if command == "missing":
             print(json.dumps({"missing": missing(jobs, json.load(sys.stdin))}))
         else:
-            print(json.dumps({"job_dir": build(jobs, arguments[2], sys.stdin.buffer)}))
+            with unpack.sharing(jobs):
+                job_dir = build(jobs, arguments[2], sys.stdin.buffer)
+            print(json.dumps({"job_dir": job_dir}))
     except (ValueError, OSError, tarfile.TarError, EOFError) as error:
         sys.stderr.write("stage: {}\n".format(error))
         return 1
@@ -56,8 +60,7 @@ def missing(jobs, manifest):
 def build(jobs, digest, stream):
     """Make `<jobs>/<digest>` of the blobs in a tar stream and of the files of earlier jobs; its absolute path."""
     final = os.path.join(jobs, digest)
-    partial = os.path.join(jobs, ".{}.{}.part".format(digest, os.getpid()))
-    blobs = partial + ".blobs"
+    partial, blobs = unpack.partial_name(jobs, digest), unpack.partial_name(jobs, digest + ".blobs")
     try:
         os.mkdir(blobs, 0o700)
         manifest = receive(stream, blobs)
@@ -65,9 +68,12 @@ def build(jobs, digest, stream):
         known = known_files(jobs)
         for entry in manifest["files"]:
             place(entry, partial, blobs, known)
-        write_json(os.path.join(jobs, ".manifests", digest + ".json"), manifest)
-        if not os.path.isdir(final):
+        write_json(os.path.join(blobs, "manifest.json"), os.path.join(jobs, ".manifests", digest + ".json"), manifest)
+        try:
             os.rename(partial, final)
+        except OSError:  # another process made the same job meanwhile, which is as good
+            if not os.path.isdir(final):
+                raise
     finally:
         shutil.rmtree(blobs, ignore_errors=True)
         shutil.rmtree(partial, ignore_errors=True)
@@ -117,8 +123,7 @@ def place(entry, partial, blobs, known):
     os.chmod(target, mode)
 
 
-def write_json(path, document):
-    temporary = "{}.{}.part".format(path, os.getpid())
+def write_json(temporary, path, document):
     with open(temporary, "w") as out:
         json.dump(document, out)
     os.rename(temporary, path)

@@ -4,28 +4,36 @@ Usage: unpack.py [--sha256] DIRECTORY
 
 The one way by which anything is copied to a node. Every top-level entry of the stream (`<digest>/...`) is written under a
 name that begins with "." and renamed when the next one begins, so a broken connection leaves what was complete and
-nothing half. With --sha256 each top-level entry is a directory named by the SHA-256 of the one file in it, and is refused
-if that does not hold. An entry that exists already is left as it is. Prints {"unpacked": [...], "kept": [...]}.
+nothing half; what a killed one left under such a name is removed by the next. With --sha256 each top-level entry is a
+directory named by the SHA-256 of the one file in it, and is refused if that does not hold. An entry that exists already is
+left as it is. Prints {"unpacked": [...], "kept": [...]}.
 
 Also runs as `python3 -c SOURCE DIRECTORY`, which is how it reaches a node for the first time.
 """
 
+import contextlib
+import errno
+import fcntl
 import hashlib
 import json
 import os
 import shutil
 import sys
 import tarfile
+import time
+
+PART = ".part"
+ABANDONED_S = 24 * 3600  # a copy that another machine began on a shared disk, and has not touched for so long
 
 
 def main(arguments):
     """Unpack stdin below the directory that the arguments name; 0, or 1 after saying on stderr what was wrong."""
     check_sha256 = "--sha256" in arguments
     directory = os.path.expanduser(arguments[-1])
-    os.makedirs(directory, mode=0o700, exist_ok=True)
     report = {"unpacked": [], "kept": []}
     try:
-        with tarfile.open(fileobj=sys.stdin.buffer, mode="r|") as archive:
+        os.makedirs(directory, mode=0o700, exist_ok=True)
+        with sharing(directory), tarfile.open(fileobj=sys.stdin.buffer, mode="r|") as archive:
             unpack(archive, directory, check_sha256, report)
     except (ValueError, OSError, tarfile.TarError, EOFError) as error:
         sys.stderr.write("unpack: {}\n".format(error))
@@ -62,10 +70,59 @@ def top_level(member):
 
 
 def new_partial(directory, top):
-    partial = os.path.join(directory, ".{}.{}.part".format(top, os.getpid()))
+    partial = partial_name(directory, top)
     shutil.rmtree(partial, ignore_errors=True)
     os.mkdir(partial, 0o700)
     return partial
+
+
+def partial_name(directory, name):
+    """Where this process makes an entry, to be called within `sharing(directory)`."""
+    return os.path.join(directory, ".{}.{}.{}{}".format(name, os.uname().nodename, os.getpid(), PART))
+
+
+@contextlib.contextmanager
+def sharing(directory):
+    """While this lasts, nobody clears the entries that we are making below `directory`.
+
+    All who make entries share a lock on the directory, which ends with its holders, however they end. Who holds it alone
+    knows that no entry of this machine is being made, and removes those that are left.
+    """
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        clear_abandoned(directory, is_locked(descriptor, fcntl.LOCK_EX))
+        is_locked(descriptor, fcntl.LOCK_SH, patient=True)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def is_locked(descriptor, kind, patient=False):
+    """Whether we got the lock; False where others hold it, and where the file system knows no locks."""
+    try:
+        fcntl.flock(descriptor, kind if patient else kind | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno not in (errno.EAGAIN, errno.EACCES, errno.EBADF, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS):
+            raise
+        return False
+    return True
+
+
+def clear_abandoned(directory, alone):
+    """Remove the entries that nobody finishes: this machine's if we are alone, and any that are older than a day."""
+    mark = ".{}.".format(os.uname().nodename)
+    for name in os.listdir(directory):
+        path = os.path.join(directory, name)
+        if name.startswith(".") and name.endswith(PART) and ((alone and mark in name) or age_s(path) > ABANDONED_S):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def age_s(path):
+    """Seconds since a file was last added to an entry; 0 for one that is gone."""
+    try:
+        return time.time() - max(os.stat(where).st_mtime for where, _, _ in os.walk(path))
+    except (OSError, ValueError):
+        return 0
 
 
 def extract(archive, member, partial):

@@ -49,6 +49,12 @@ def local_stack() -> LocalStack:
 
 
 @pytest.fixture(scope="session")
+def uv_wheel(local_stack: LocalStack) -> Path:
+    """The wheel of uv that the stack was installed with."""
+    return next(iter((local_stack.root / "wheelhouse").glob("*/uv-*.whl")))
+
+
+@pytest.fixture(scope="session")
 def training_python(request: pytest.FixtureRequest) -> Path:
     """An interpreter with the whole training stack; $CLUSTER_TRAIN_TEST_PYTHON names another one for a quick try."""
     chosen = os.environ.get("CLUSTER_TRAIN_TEST_PYTHON")

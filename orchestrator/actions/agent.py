@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from orchestrator.errors import CommandError, NodeError
+from orchestrator.errors import CommandError, NodeError, ProvisionError
 from orchestrator.nodes.transport import Completed, Transport, check, parse_json, run
 
 COMMAND_TIMEOUT_S = 60
@@ -62,8 +62,12 @@ def call(
 
 
 def command(root: str, python: str, script: str, arguments: Sequence[str]) -> list[str]:
-    """The command line of one of our scripts on a node."""
-    return [python, f"{home_relative(root)}/agent/{digest()}/{script}", *arguments]
+    """The command line of one of our scripts on a node.
+
+    They need the standard library only: without site-packages and PYTHON… variables (-S -E) Python starts with a third
+    less work, and nothing that lies there can disturb them.
+    """
+    return [python, "-S", "-E", f"{home_relative(root)}/agent/{digest()}/{script}", *arguments]
 
 
 def home_relative(path: str) -> str:
@@ -72,7 +76,7 @@ def home_relative(path: str) -> str:
 
 
 def ship(transport: Transport, root: str, python: str) -> None:
-    """Put the agent on a node; raises NodeError when the node has no Python, CommandError when it cannot be written."""
+    """Put the agent on a node; raises NodeError when the node has no Python, ProvisionError when it cannot be written."""
     unpack = (sources() / "unpack.py").read_text()
     argv = [python, "-c", unpack, f"{home_relative(root)}/agent"]
     completed = run(transport, argv, stdin=_archive(), idle_timeout_s=COMMAND_TIMEOUT_S)
@@ -82,15 +86,12 @@ def ship(transport: Transport, root: str, python: str) -> None:
             node=transport.node,
             advice="install Python 3.6 or newer there (Debian: apt-get install python3), or name one with `stack.python`",
         )
-    try:
-        check(transport, [python, "unpack.py", argv[-1]], completed)
-    except CommandError as error:
-        raise CommandError(
-            error.message,
-            node=error.node,
-            stderr=error.stderr,
-            advice=f"is `root: {root}` writable there, and not full?",
-        ) from None
+    if completed.exit_code == 1 and completed.stderr.startswith("unpack:"):
+        raise ProvisionError(
+            f"{transport.node}: root {root} cannot be written: {completed.stderr.strip().removeprefix('unpack: ')}",
+            advice="name another `root`, or make this one writable and see that it is not full",
+        )
+    check(transport, [python, "unpack.py", argv[-1]], completed)
 
 
 def _is_not_there(completed: Completed) -> bool:

@@ -3,126 +3,137 @@
 from __future__ import annotations
 
 import json
-import tarfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from orchestrator.actions import agent
+from orchestrator.actions.carry import Carrier, Delivery, cargo_of
+from orchestrator.actions.lockfile import LockFile
 from orchestrator.actions.probe import interpreter
-from orchestrator.actions.resolve import lock_for, wheel_path
+from orchestrator.actions.resolve import have_wheels, lock_for, sound_wheels, wheel_path
+from orchestrator.actions.shared_root import shared_roots
 from orchestrator.errors import ClusterTrainError, ProvisionError
 from orchestrator.nodes.fleet import Fleet
-from orchestrator.nodes.transport import CHUNK_BYTES, Transport, check, run
+from orchestrator.nodes.transport import Transport, check, run
 from orchestrator.planning.compat import StackChoice
-from orchestrator.planning.wheels import install_plan, missing_wheels, plan_stack
-from orchestrator.specs.events import Emit, Notice, Step, Transfer
+from orchestrator.planning.preflight import refuse, unfit, unfit_for
+from orchestrator.planning.roots import distinct_roots
+from orchestrator.planning.wheels import install_plan, missing_wheels, plan_stack, refuse_other_lock
+from orchestrator.specs.events import Emit, Notice, Step
 from orchestrator.specs.facts import NodeFacts
 from orchestrator.specs.inventory import Inventory
-from orchestrator.specs.lock import Lock, LockedWheel
+from orchestrator.specs.lock import Lock
+from orchestrator.specs.run import Endpoint
 
 INSTALL_IDLE_TIMEOUT_S = 1200
-COPY_IDLE_TIMEOUT_S = 120
+
+Fetch = Literal["never", "needed", "always"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """What was done on one node."""
+
+    node: str
+    delivery: Delivery
+    install_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Provisioned:
-    """The stack that the nodes have.
-
-    Args:
-        installed_on: the nodes where something had to be installed.
-    """
+    """The stack that the nodes have, and what had to be done for it."""
 
     lock: Lock
     choice: StackChoice
-    installed_on: tuple[str, ...]
+    changes: tuple[Change, ...]
+
+    @property
+    def installed_on(self) -> tuple[str, ...]:
+        """The nodes where something had to be installed."""
+        return tuple(change.node for change in self.changes)
 
 
-def choose(inventory: Inventory, nodes: Sequence[NodeFacts], emit: Emit, *, fetch: bool = True) -> tuple[Lock, StackChoice]:
-    """The lock for these nodes, with `fetch` its wheels at hand, and what the stack comes to."""
+def choose(
+    inventory: Inventory, nodes: Sequence[NodeFacts], emit: Emit, *, fetch: Fetch = "needed", locked: LockFile | None = None
+) -> tuple[Lock, StackChoice]:
+    """The lock for these nodes, and what the stack comes to.
+
+    Args:
+        fetch: whether to have the lock's wheels at hand: needed means where a node lacks the environment.
+        locked: a lock from a file, which is taken instead of resolving.
+
+    Raises ProvisionError where the lock of a file (`locked`) is not one for these nodes and this inventory.
+    """
     request = plan_stack(inventory.stack, nodes)
     for note in request.choice.notes:
         emit(Notice(text=note))
-    return lock_for(request, lambda text: emit(Step(text=text)), fetch=fetch), request.choice
+    if locked:
+        refuse_other_lock(locked.lock, request, str(locked.path))
+
+    def say(text: str) -> None:
+        emit(Step(text=text))
+
+    lock = locked.lock if locked else lock_for(request, say, fetch=False)
+    is_lacking = any(lock.digest not in node.state.envs for node in nodes)
+    if fetch == "always" or (fetch == "needed" and is_lacking):
+        if locked is None:
+            return lock_for(request, say), request.choice
+        have_wheels(lock, request, say)
+    return lock, request.choice
 
 
-def provision(fleet: Fleet, inventory: Inventory, nodes: Sequence[NodeFacts], emit: Emit) -> Provisioned:
-    """Bring every node to the lock's environment; nodes that have it already are left alone.
+def provision(
+    fleet: Fleet,
+    inventory: Inventory,
+    nodes: Sequence[NodeFacts],
+    emit: Emit,
+    locked: LockFile | None = None,
+    endpoints: Sequence[Endpoint] = (),
+) -> Provisioned:
+    """Bring every node to the lock's environment, of a file where one is given; nodes that have it already are left alone.
 
-    Raises FleetError (exit code 4) naming every node that failed; the others are finished all the same.
+    With `endpoints`, addresses on the cluster network where the head's key is accepted, the head may feed the others.
+
+    Raises ProvisionError before anything is copied, naming every node that cannot be used as it is, and FleetError (exit
+    code 4) naming every node that failed on the way; the others are finished all the same.
     """
-    lock, choice = choose(inventory, nodes, emit)
-    lacking = {node.name: node for node in distinct_roots(nodes) if lock.digest not in node.state.envs}
+    refuse(unfit(nodes, time.time()))
+    lock, choice = choose(inventory, nodes, emit, locked=locked)
+    lacking = _lacking(fleet, nodes, lock, emit)
+    refuse(unfit_for(lock, lacking.values(), lambda wheel: wheel_path(wheel).stat().st_size))
+    to_send = dict.fromkeys(wheel for node in lacking.values() for wheel in missing_wheels(lock, node))
+    sound_wheels(list(to_send), plan_stack(inventory.stack, nodes), lambda text: emit(Step(text=text)))
+    cargo = {name: cargo_of(node, missing_wheels(lock, node)) for name, node in lacking.items()}
+    carrier = Carrier(fleet, inventory, nodes, endpoints, cargo, emit)
 
-    def provision_one(transport: Transport) -> None:
+    def provision_one(transport: Transport) -> Change:
         try:
-            _send_wheels(transport, lacking[transport.node], missing_wheels(lock, lacking[transport.node]), emit)
+            delivery = carrier.bring(transport)
+            started = time.monotonic()
             _install(transport, lacking[transport.node], inventory, lock, choice, emit)
+            return Change(node=transport.node, delivery=delivery, install_s=time.monotonic() - started)
         except ClusterTrainError as error:
             raise _as_provision_error(transport.node, error) from error
 
-    fleet.each(provision_one, lacking)
+    changes = fleet.each(provision_one, lacking)
     if not lacking:
         emit(Step(text=f"environment {lock.digest} is on every node: nothing to install"))
-    return Provisioned(lock=lock, choice=choice, installed_on=tuple(lacking))
+    return Provisioned(lock=lock, choice=choice, changes=tuple(changes.values()))
 
 
-def distinct_roots(nodes: Sequence[NodeFacts]) -> list[NodeFacts]:
-    """One node for each root directory: several nodes on one machine (loopback addresses) share theirs."""
-    keys = [(node.machine, node.root) if node.machine.identifies else node.name for node in nodes]
-    return [node for index, node in enumerate(nodes) if keys.index(keys[index]) == index]
+def _lacking(fleet: Fleet, nodes: Sequence[NodeFacts], lock: Lock, emit: Emit) -> dict[str, NodeFacts]:
+    """The nodes to work on: one of each root without the environment."""
+    lacking = [node for node in distinct_roots(nodes) if lock.digest not in node.state.envs]
+    shared = shared_roots(fleet, lacking)
+    for node, first in shared.items():
+        emit(Step(node=node, text=f"has its root in common with {first}, where it is installed"))
+    return {node.name: node for node in distinct_roots(lacking, shared)}
 
 
 def _as_provision_error(node: str, error: ClusterTrainError) -> ClusterTrainError:
     return ProvisionError(error.message if node in error.message else f"{node}: {error.message}", advice=error.advice)
-
-
-def _send_wheels(transport: Transport, node: NodeFacts, wheels: Sequence[LockedWheel], emit: Emit) -> None:
-    if not wheels:
-        return
-    sizes = [wheel_path(wheel).stat().st_size for wheel in wheels]
-    total = sum(sizes)
-    _check_space(node, total)
-    emit(Step(node=transport.node, text=f"sending {len(wheels)} wheels, {total / 1e6:.0f} MB"))
-    argv = agent.command(node.root, node.python.executable, "unpack.py", ["--sha256", f"{node.root}/wheelhouse"])
-    started = time.monotonic()
-
-    def stream() -> Iterator[bytes]:
-        sent = 0
-        for chunk in _wheel_archive(wheels):
-            yield chunk
-            sent += len(chunk)
-            emit(Transfer(node=transport.node, what="wheels", sent_bytes=min(sent, total), total_bytes=total))
-
-    check(transport, argv, run(transport, argv, stdin=stream(), idle_timeout_s=COPY_IDLE_TIMEOUT_S))
-    rate = total / 1e6 / max(time.monotonic() - started, 1e-3)
-    emit(Step(node=transport.node, text=f"{len(wheels)} wheels sent at {rate:.0f} MB/s"))
-
-
-def _check_space(node: NodeFacts, wheels_bytes: int) -> None:
-    """Wheels unpack to about three and a half times their size (measured on torch 2.13's stack: 428 MB to 1.5 GB)."""
-    needed_bytes = int(wheels_bytes * 4.5)
-    if node.disk.free_bytes < needed_bytes:
-        raise ProvisionError(
-            f"{node.name}: {node.root} has {node.disk.free_bytes / 1e9:.1f} GB free, "
-            f"about {needed_bytes / 1e9:.1f} GB are needed",
-            advice="free some space there, or name another `root`",
-        )
-
-
-def _wheel_archive(wheels: Sequence[LockedWheel]) -> Iterator[bytes]:
-    """A tar stream of `<sha256>/<filename>` members, without ever holding a wheel in memory."""
-    for wheel in wheels:
-        path = wheel_path(wheel)
-        member = tarfile.TarInfo(f"{wheel.sha256}/{wheel.filename}")
-        member.size = path.stat().st_size
-        member.mode = 0o644
-        yield member.tobuf(tarfile.PAX_FORMAT)
-        with path.open("rb") as content:
-            while chunk := content.read(CHUNK_BYTES):
-                yield chunk
-        yield b"\0" * (-member.size % tarfile.BLOCKSIZE)
-    yield b"\0" * tarfile.BLOCKSIZE * 2
 
 
 def _install(transport: Transport, node: NodeFacts, inventory: Inventory, lock: Lock, choice: StackChoice, emit: Emit) -> None:

@@ -13,7 +13,8 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
@@ -21,6 +22,7 @@ from urllib.parse import unquote, urlsplit
 from packaging.utils import canonicalize_name
 
 from orchestrator.errors import ResolveError
+from orchestrator.planning.compat import BINDINGS
 from orchestrator.planning.wheels import INSTALLER, StackRequest, refuse_cuda, requirements_of
 from orchestrator.specs.lock import Lock, LockedWheel, Target
 
@@ -54,17 +56,46 @@ def lock_for(request: StackRequest, say: Callable[[str], None], *, fetch: bool =
     Raises ResolveError when there is no solution, a CUDA build was picked, or the indexes cannot be reached.
     """
     path = cache_dir() / "locks" / f"{request.digest}.json"
-    lock = _stored(path)
-    if lock is None:
+    stored = lock = _stored(path)
+    if lock is None or (fetch and not _can_be_had(lock, request, say)):
         say(f"resolving {len(request.choice.requirements)} requirements for {request.target.label}")
         lock = _resolve(request)
-    missing = [wheel for wheel in lock.all_wheels if not wheel_path(wheel).exists()]
-    if missing and fetch:
-        say(f"fetching {len(missing)} wheels")
-        _fetch(request, missing)
-    if not path.exists():
+    if fetch:
+        have_wheels(lock, request, say)
+    if lock != stored:
         _write(path, json.dumps(lock.to_json(), indent=1))
     return lock
+
+
+def have_wheels(lock: Lock, request: StackRequest, say: Callable[[str], None]) -> None:
+    """Bring a lock's wheels that the cache lacks into it, by exact version and hash; raises ResolveError where one is gone."""
+    missing = [wheel for wheel in lock.all_wheels if not wheel_path(wheel).exists()]
+    if missing:
+        say(f"fetching {len(missing)} wheels")
+        _fetch(request, missing)
+
+
+def sound_wheels(wheels: Sequence[LockedWheel], request: StackRequest, say: Callable[[str], None]) -> None:
+    """Read those wheels in the cache that are about to be sent, and fetch again what is not what its hash says.
+
+    Costs a second for 600 MB: not to be called for what nobody needs. Raises ResolveError where a wheel cannot be had again.
+    """
+    with ThreadPoolExecutor() as pool:  # hashing frees the interpreter for another thread
+        hashes = pool.map(sha256_of, [wheel_path(wheel) for wheel in wheels])
+        damaged = [wheel for wheel, found in zip(wheels, hashes, strict=True) if found != wheel.sha256]
+    if damaged:
+        say(f"damaged in the cache, fetched again: {', '.join(wheel.filename for wheel in damaged)}")
+        _fetch(request, damaged)
+
+
+def _can_be_had(lock: Lock, request: StackRequest, say: Callable[[str], None]) -> bool:
+    """Whether all wheels of an earlier resolution are in the cache or can still be fetched, which is then done."""
+    try:
+        have_wheels(lock, request, say)
+    except ResolveError as error:
+        say(f"the wheels resolved earlier are not to be had any more: {error.message}")
+        return False
+    return True
 
 
 def _stored(path: Path) -> Lock | None:
@@ -143,27 +174,49 @@ def _fetch(request: StackRequest, wheels: Iterable[LockedWheel]) -> None:
 
 def _pip(request: StackRequest, arguments: list[str]) -> None:
     """Run pip for the request's target; raises ResolveError with what pip said."""
-    command = [
-        *[sys.executable, "-c", PIP_FOR_TARGET, json.dumps(dict(request.target.markers))],
-        *[arguments[0], "--quiet", "--no-input", "--disable-pip-version-check", "--only-binary", ":all:"],
-        *_target_options(request.target),
-        *[
-            word
-            for place in request.find_links
-            for word in ("--find-links", str(Path(place).expanduser()) if "://" not in place else place)
-        ],
-        *[word for index in request.extra_index for word in ("--extra-index-url", index)],
-        *arguments[1:],
-    ]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=RESOLVE_TIMEOUT_S, stdin=subprocess.DEVNULL)
-    except subprocess.TimeoutExpired:
-        raise ResolveError(
-            f"pip found no answer in {RESOLVE_TIMEOUT_S} s",
-            advice="can this machine reach its package index? `find_links` needs none",
-        ) from None
-    if done.returncode != 0:
-        raise _explained(done.stderr)
+    with tempfile.TemporaryDirectory(prefix="cluster-train-pip-") as scratch:
+        log = Path(scratch) / "log"
+        command = [
+            *[sys.executable, "-c", PIP_FOR_TARGET, json.dumps(dict(request.target.markers))],
+            *[arguments[0], "--quiet", "--log", str(log), "--no-input", "--disable-pip-version-check"],
+            *["--only-binary", ":all:", *_target_options(request.target)],
+            *[word for place in request.find_links for word in ("--find-links", _find_links(place))],
+            *[word for index in request.extra_index for word in ("--extra-index-url", index)],
+            *arguments[1:],
+        ]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=RESOLVE_TIMEOUT_S, stdin=subprocess.DEVNULL)
+        except subprocess.TimeoutExpired:
+            raise ResolveError(
+                f"pip found no answer in {RESOLVE_TIMEOUT_S} s",
+                advice="can this machine reach its package index? `find_links` needs none",
+            ) from None
+        if done.returncode != 0:
+            raise _explained(done.stderr, _unreachable(log, request), request.target)
+
+
+def _find_links(place: str) -> str:
+    """A place as pip is given it; raises ResolveError for a directory that is not there, which pip would only warn of."""
+    if "://" in place and not place.startswith("file://"):
+        return place
+    path = Path(unquote(urlsplit(place).path) if "://" in place else place).expanduser().absolute()
+    if not path.exists():
+        raise ResolveError(f"find_links: {path} does not exist", advice="correct `stack.find_links` in the inventory")
+    return str(path)
+
+
+def _unreachable(log: Path, request: StackRequest) -> list[str]:
+    """The indexes and pages that pip could not connect to, each with the reason, from its own log."""
+    found: dict[str, str] = {}
+    for url, why in re.findall(r"Could not fetch URL (\S+): (.*)", log.read_text(errors="replace") if log.exists() else ""):
+        if "connection error" in why or "SSL" in why:
+            plain = re.sub(r"//[^/@]*@", "//", url)
+            places = [re.sub(r"//[^/@]*@", "//", place).rstrip("/") for place in (*request.find_links, *request.extra_index)]
+            index = plain.rstrip("/").rpartition("/")[0]
+            reason = re.search(r"\[Errno -?\d+\] ([^')\"]+)", why)
+            place = next((place for place in places if f"{plain}/".startswith(f"{place}/")), index)
+            found.setdefault(place, reason.group(1) if reason else why[:100])
+    return [f"{place} ({why})" for place, why in found.items()]
 
 
 def _target_options(target: Target) -> list[str]:
@@ -174,16 +227,31 @@ def _target_options(target: Target) -> list[str]:
     return options + [word for platform in target.platforms for word in ("--platform", platform)]
 
 
-def _explained(stderr: str) -> ResolveError:
+def _explained(stderr: str, unreachable: Sequence[str], target: Target) -> ResolveError:
     """pip's refusal as an error: its own words, less its noise, and what to do."""
+    _, changed, which = stderr.partition("ERROR: THESE PACKAGES DO NOT MATCH THE HASHES")
+    if changed:
+        named = [re.sub(r" \(from .*?\)", "", line).rstrip(":") for line in which.splitlines()[1:] if line.strip()]
+        return ResolveError(
+            "what lies at its source is not what was locked:\n" + "\n".join(named[:12]),
+            advice="it is damaged, or was replaced under the same version: put the right file there, or write a new lock",
+        )
     said = [line for line in stderr.splitlines() if line.strip() and not line.startswith(("WARNING: Location", "[notice]"))]
     errors = [line for line in said if line.startswith("ERROR:")] or said[-5:]
-    unreachable = any(word in stderr for word in ("Max retries exceeded", "Failed to establish", "Name or service not known"))
+    told = f"pip found no set of wheels for {target.label}:\n    " + "\n    ".join(errors[:12])
     if unreachable:
-        advice = "an index cannot be reached from here: put the wheels into a directory and name it in `stack.find_links`"
+        return ResolveError(
+            f"cannot be reached from here: {', '.join(unreachable)}; {told}",
+            advice="put the wheels into a directory and name it in the inventory: `stack: {find_links: [DIR]}`",
+        )
+    if any(BINDINGS in line for line in errors):
+        advice = (
+            f"{BINDINGS} lies on Intel's indexes, not on the main one: name one of them in `stack.extra_index`, or a "
+            "directory that holds the wheel in `stack.find_links`; `backend: gloo` needs neither"
+        )
     else:
         advice = "relax or correct the versions in the inventory's `stack`; only wheels are taken, never source packages"
-    return ResolveError("pip found no set of wheels:\n    " + "\n    ".join(errors[:12]), advice=advice)
+    return ResolveError(told, advice=advice)
 
 
 def _write(path: Path, text: str) -> None:

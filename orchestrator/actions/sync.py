@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.actions import agent
-from orchestrator.actions.provision import COPY_IDLE_TIMEOUT_S, distinct_roots
+from orchestrator.actions.carry import COPY_IDLE_TIMEOUT_S
 from orchestrator.actions.resolve import sha256_of
 from orchestrator.errors import InventoryError
 from orchestrator.nodes.fleet import Fleet
 from orchestrator.nodes.transport import CHUNK_BYTES, Transport, check, parse_json, run
+from orchestrator.planning.roots import distinct_roots
 from orchestrator.specs.events import Emit, Step
 from orchestrator.specs.facts import NodeFacts
 from orchestrator.specs.inventory import Job

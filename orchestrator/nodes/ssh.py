@@ -12,7 +12,8 @@ import logging
 import re
 import shlex
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,6 @@ from orchestrator.specs.inventory import Login, SshOptions
 
 KEEPALIVE_S = 15
 CHANNEL_TIMEOUT_S = 20
-WRITE_TIMEOUT_S = 60
 # Paramiko logs tracebacks of what it raises as well; whoever wants them adds a handler.
 logging.getLogger("paramiko").addHandler(logging.NullHandler())
 
@@ -40,7 +40,8 @@ class SshTransport:
     def __init__(self, node: str, login: Login, options: SshOptions) -> None:
         self.node = node
         self._connection = _connection(login, options)
-        _trust(self._connection.client, options)
+        for hop in _hops(self._connection):
+            _trust(hop, options)
         _open(node, login, self._connection)
         transport = self._connection.transport
         transport.set_keepalive(KEEPALIVE_S)
@@ -75,7 +76,7 @@ class SshChannel:
         self._stderr = bytearray()
 
     def write(self, data: bytes) -> None:
-        self._channel.settimeout(WRITE_TIMEOUT_S)
+        # Under the time limit of the `read` that goes on at the same time: a channel has one for both directions.
         self._channel.sendall(data)
 
     def close_stdin(self) -> None:
@@ -112,10 +113,12 @@ def _connection(login: Login, options: SshOptions) -> fabric.Connection:
         arguments |= {"key_filename": str(Path(login.key).expanduser()), "look_for_keys": False}
     gateway = None
     if login.via:
-        gateway = fabric.Connection(login.via, connect_timeout=options.connect_timeout, connect_kwargs=dict(arguments))
-        _trust(gateway.client, options)
+        gateway = fabric.Connection(
+            login.via, config=_config(), connect_timeout=options.connect_timeout, connect_kwargs=dict(arguments)
+        )
     return fabric.Connection(
         login.host,
+        config=_config(),
         user=login.user,
         port=None if login.port == 22 else login.port,  # left open, so that ~/.ssh/config may say another
         gateway=gateway,
@@ -124,15 +127,45 @@ def _connection(login: Login, options: SshOptions) -> fabric.Connection:
     )
 
 
-def _trust(client: paramiko.SSHClient, options: SshOptions) -> None:
+def _hops(connection: fabric.Connection) -> Iterator[fabric.Connection]:
+    """The connection and the jump hosts before it, those of `via` as well as those that ~/.ssh/config names."""
+    hop: object = connection
+    while isinstance(hop, fabric.Connection):  # a ProxyCommand is text, and checks what it likes
+        yield hop
+        hop = hop.gateway
+
+
+@cache
+def _config() -> fabric.Config:
+    """~/.ssh/config and Fabric's own settings, read once for all nodes."""
+    return fabric.Config()
+
+
+def _trust(connection: fabric.Connection, options: SshOptions) -> None:
     """Check host keys as OpenSSH does: Fabric's default would accept anything."""
-    client.load_system_host_keys()
-    own = Path("~/.ssh/known_hosts").expanduser()
-    known = Path(options.known_hosts).expanduser() if options.known_hosts else own
-    if known.exists():
-        client.load_host_keys(str(known))
+    name = connection.host if connection.port == 22 else f"[{connection.host}]:{connection.port}"
+    trusted = connection.client.get_host_keys()
+    for key in _known_keys(name, options.known_hosts):
+        trusted.add(name, key.get_name(), key)
     accept_new = options.host_keys == "accept-new"
-    client.set_missing_host_key_policy(_AcceptNew(options.known_hosts) if accept_new else _Strict())
+    connection.client.set_missing_host_key_policy(_AcceptNew(options.known_hosts) if accept_new else _Strict())
+
+
+def _known_keys(name: str, known_hosts: str | None) -> list[paramiko.PKey]:
+    """The keys on record for a host: those in ~/.ssh/known_hosts, and where it has none, those in the inventory's file."""
+    for file in ("~/.ssh/known_hosts", *([known_hosts] if known_hosts else [])):
+        path = Path(file).expanduser()
+        if path.exists():
+            found = _host_keys(path, path.stat().st_mtime_ns).lookup(name)
+            if found:
+                return list(found.values())
+    return []
+
+
+@cache
+def _host_keys(path: Path, changed_ns: int) -> paramiko.HostKeys:
+    """A known_hosts file, read once for all nodes: with a hundred of them each would read a hundred lines."""
+    return paramiko.HostKeys(str(path))
 
 
 class _UnknownHostKey(paramiko.SSHException):

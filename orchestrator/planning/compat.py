@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 from typing import Any
 
 import yaml
+from packaging.requirements import InvalidRequirement, Requirement
 from packaging.specifiers import SpecifierSet
+from packaging.utils import canonicalize_name
 from packaging.version import InvalidVersion, Version
 
 from orchestrator.errors import ProvisionError
 from orchestrator.specs.inventory import Stack
 
-LAST_BINDINGS = Version("2.8.0")
+BINDINGS = "oneccl_bind_pt"
+IPEX = "intel_extension_for_pytorch"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +40,35 @@ class StackChoice:
     notes: tuple[str, ...]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bindings:
+    """One release of oneccl_bind_pt.
+
+    Args:
+        torch: the one torch that it was built for.
+        pythons: the CPython versions that it exists for; None where no source tells.
+        module: the name that it is imported by.
+    """
+
+    version: str
+    torch: Version
+    pythons: tuple[str, ...] | None
+    module: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Site:
+    """Where the stack is to run: one interpreter ("3.11"), one kind of machine, and the nodes as messages list them."""
+
+    python: str
+    machine: str
+    nodes: tuple[str, ...]
+
+    @property
+    def has(self) -> str:
+        return f"the nodes have {', '.join(self.nodes) or f'Python {self.python} {self.machine}'}"
+
+
 @cache
 def facts() -> Mapping[str, Any]:
     """The version facts of compat.yaml."""
@@ -44,104 +76,234 @@ def facts() -> Mapping[str, Any]:
     return loaded
 
 
-def choose_stack(stack: Stack, *, python_version: str, machine: str) -> StackChoice:
+@cache
+def all_bindings() -> tuple[Bindings, ...]:
+    """Every release of oneccl_bind_pt, oldest first."""
+    rows: Mapping[str, Any] = facts()[BINDINGS]
+    return tuple(
+        Bindings(
+            version=version,
+            torch=Version(row["torch"]),
+            pythons=tuple(row["python"]) if isinstance(row["python"], list) else None,
+            module=row["module"],
+        )
+        for version, row in rows.items()
+    )
+
+
+def choose_stack(stack: Stack, *, python_version: str, machine: str, nodes: Sequence[str] = ()) -> StackChoice:
     """One consistent set of requirements for an interpreter ("3.11") on a machine ("x86_64").
+
+    Args:
+        nodes: what each node has, for messages: "node0 Python 3.11.2 x86_64".
 
     Raises ProvisionError, with the versions that would work, when no set satisfies what was asked.
     """
-    torch = _pinned(stack.torch)
-    bindings, notes = _bindings(stack, torch, python_version, machine)
+    site = _Site(python=python_version, machine=machine, nodes=tuple(nodes))
+    bindings, notes = _bindings(stack, site)
+    torch = str(bindings.torch) if bindings and not _pinned(stack.torch) else stack.torch
     ipex, ipex_notes = _ipex(stack, torch, machine, wanted=bool(bindings) if stack.ipex == "auto" else stack.ipex)
-    limits: Mapping[str, str] = facts()["ccl_limits"] if bindings else {}
     requirements = [
-        _requirement("torch", stack.torch),
-        _requirement("transformers", stack.transformers, limits.get("transformers", "")),
-        _requirement("accelerate", stack.accelerate, limits.get("accelerate", "")),
+        _requirement("torch", torch),
+        *(_limited(stack) if bindings else _current(stack)),
         _requirement("datasets", stack.datasets),
-        *bindings,
+        *([f"{BINDINGS}=={bindings.version}"] if bindings else []),
         *ipex,
-        *_mpi(stack, machine),
+        *_numpy(torch),
+        *_mpi(stack, site),
         *stack.extra,
     ]
-    modules = ["torch", "transformers", "accelerate", "datasets"]
-    modules += [facts()["oneccl_bind_pt"][bindings[0].split("==")[1]]["module"]] if bindings else []
-    modules += ["intel_extension_for_pytorch"] if ipex else []
+    _refuse_contradictions(requirements, stack, site, with_ccl=bindings is not None)
     return StackChoice(
-        backend="ccl" if bindings else "mpi" if stack.backend == "mpi" else "gloo",
+        backend="ccl" if bindings else "gloo",
         asked_backend=None if stack.backend == "auto" else stack.backend,
         requirements=tuple(requirements),
-        modules=tuple(modules),
+        modules=(
+            *("torch", "transformers", "accelerate", "datasets"),
+            *([bindings.module] if bindings else []),
+            *([IPEX] if ipex else []),
+        ),
         notes=tuple(notes + ipex_notes),
     )
 
 
-def _pinned(torch: str) -> Version | None:
-    try:
-        return Version(torch)
-    except InvalidVersion:
-        return None
-
-
-def _bindings(stack: Stack, torch: Version | None, python_version: str, machine: str) -> tuple[list[str], list[str]]:
-    """The oneccl_bind_pt requirement, if the backend needs it, and what to tell."""
+def _bindings(stack: Stack, site: _Site) -> tuple[Bindings | None, list[str]]:
+    """The release of oneccl_bind_pt, if the backend needs one, and what to tell."""
     if stack.backend == "mpi":
         raise ProvisionError(
             "backend: mpi cannot be had: the torch wheels are built without MPI",
             advice="use `backend: auto` (the ranks are started by mpirun all the same), or a torch that you built yourself",
         )
     if stack.backend != "ccl":
+        return None, []
+    last = all_bindings()[-1].torch
+    if _is_newer(stack.torch, last):
+        note = f"backend ccl: {BINDINGS} ended with torch {last}, torch {stack.torch} has none; gloo is used instead"
+        return None, [note]
+    if site.machine != "x86_64":
+        raise _conflict(stack, site, f"{BINDINGS} exists for x86_64 only", "`backend: gloo`")
+    built = [row for row in all_bindings() if _admits(stack.torch, row.torch)]
+    if not built:
+        raise _conflict(stack, site, f"{BINDINGS} is built for exactly one torch, and none for this one", _working(site))
+    fitting = [row for row in built if row.pythons is None or site.python in row.pythons]
+    if not fitting:
+        exists = "; ".join(f"{BINDINGS} {row.version} exists for Python {', '.join(row.pythons or ())}" for row in built)
+        raise _conflict(stack, site, exists, f"another interpreter in `stack.python`; {_working(site)}")
+    chosen = fitting[-1]
+    ranged = f"backend ccl: torch {chosen.torch} is the newest in {stack.torch} that {BINDINGS} exists for"
+    return chosen, [] if _pinned(stack.torch) else [ranged]
+
+
+def _conflict(stack: Stack, site: _Site, why: str, works: str) -> ProvisionError:
+    return ProvisionError(f"torch {stack.torch} with backend ccl cannot be had: {why}; {site.has}", advice=f"what works: {works}")
+
+
+def _working(site: _Site) -> str:
+    """The torch versions that would do, from the table; those of which no source tells the interpreters are left out."""
+    pythons = sorted({python for row in all_bindings() for python in row.pythons or ()}, key=Version)
+    versions = [str(row.torch) for row in all_bindings() if row.pythons and site.python in row.pythons]
+    if versions:
+        return f"with Python {site.python} and backend ccl torch {', '.join(versions)}; any torch with `backend: gloo`"
+    return f"backend ccl with Python {pythons[0]} to {pythons[-1]}; any torch with `backend: gloo`"
+
+
+def _pinned(wanted: str) -> Version | None:
+    try:
+        return Version(wanted)
+    except InvalidVersion:
+        return None
+
+
+def _admits(wanted: str, version: Version) -> bool:
+    """Whether the version, or its build for CPUs, is what is wanted."""
+    specifier = _specifier(wanted)
+    return any(specifier.contains(build, prereleases=True) for build in (str(version), f"{version}+cpu"))
+
+
+def _is_newer(wanted: str, last: Version) -> bool:
+    """Whether a version or range lies wholly above the release series of `last` (2.8.0: above 2.8)."""
+    pinned = _pinned(wanted)
+    if pinned:
+        return pinned.release[:2] > last.release[:2]
+    return not any(_admits(wanted, version) for version in _grid(last.major, last.minor))
+
+
+def _grid(major: int, minor: int) -> Iterable[Version]:
+    """Every version that there may have been up to a release series, newest first: a range that holds none of them is above."""
+    every = ((a, b) for a in range(major, -1, -1) for b in range(99, -1, -1))
+    return (Version(f"{a}.{b}.{patch}") for a, b in every if (a, b) <= (major, minor) for patch in range(10))
+
+
+def _ipex(stack: Stack, torch: str, machine: str, *, wanted: bool) -> tuple[list[str], list[str]]:
+    """Intel's extension, whose major.minor is torch's."""
+    last = Version(facts()[IPEX]["last"])
+    if not wanted:
         return [], []
-    if torch is None or torch > LAST_BINDINGS:
-        return [], [
-            f"backend ccl: oneccl_bind_pt ended with torch {LAST_BINDINGS}, torch {stack.torch} has none; gloo is used instead"
-        ]
-    table: Mapping[str, Any] = facts()["oneccl_bind_pt"]
-    for version, row in table.items():
-        if Version(row["torch"]) == Version(torch.public):
-            _check_bindings(version, row["python"], python_version, machine)
-            return [f"oneccl_bind_pt=={version}"], []
-    known = ", ".join(row["torch"] for row in table.values())
-    raise ProvisionError(
-        f"backend: ccl needs an oneccl_bind_pt built for exactly torch {torch}, and there is none",
-        advice=f"torch versions that have one: {known}; or `backend: gloo`",
-    )
-
-
-def _check_bindings(version: str, pythons: list[str] | str, python_version: str, machine: str) -> None:
-    if machine != "x86_64":
-        raise ProvisionError(f"oneccl_bind_pt exists for x86_64 only, the nodes are {machine}", advice="use `backend: gloo`")
-    if isinstance(pythons, list) and python_version not in pythons:
+    pinned = _pinned(torch)
+    if machine != "x86_64" or _is_newer(torch, last):
+        return [], [f"ipex: {IPEX} ended with {last}, for x86_64; torch {torch} runs without it"] if stack.ipex is True else []
+    if pinned is None:
         raise ProvisionError(
-            f"oneccl_bind_pt {version} exists for Python {', '.join(pythons)}; the nodes have {python_version}",
-            advice="name another interpreter with `stack.python`, or use `backend: gloo`",
+            f"ipex: true cannot be had for the range torch {torch}: {IPEX} has to match torch's major.minor",
+            advice=f'pin one torch, such as `torch: "{last}"`',
         )
+    return [f"{IPEX}=={pinned.major}.{pinned.minor}.*"], []
 
 
-def _ipex(stack: Stack, torch: Version | None, machine: str, *, wanted: bool) -> tuple[list[str], list[str]]:
-    last = Version(facts()["intel_extension_for_pytorch"]["last"])
-    available = torch is not None and torch <= Version(f"{last.major}.{last.minor}.99") and machine == "x86_64"
-    if wanted and available and torch is not None:
-        return [f"intel_extension_for_pytorch=={torch.major}.{torch.minor}.*"], []
-    if stack.ipex is True:
-        return [], [f"ipex: intel_extension_for_pytorch ended with {last}; torch {stack.torch} runs without it"]
-    return [], []
+def _numpy(torch: str) -> list[str]:
+    """NumPy 1 for a torch that was compiled for it: with NumPy 2 such a torch imports, and then has no arrays."""
+    pinned, row = _pinned(torch), facts()["numpy"]
+    return [f"numpy{row['limit']}"] if pinned and pinned < Version(row["before_torch"]) else []
 
 
-def _mpi(stack: Stack, machine: str) -> list[str]:
+def _mpi(stack: Stack, site: _Site) -> list[str]:
     if stack.mpi == "system":
         return []
     row = facts()["mpi"][stack.mpi]
-    if machine not in row["machines"]:
-        fitting = [name for name, other in facts()["mpi"].items() if machine in other["machines"]]
+    if site.machine not in row["machines"]:
+        fitting = [name for name, other in facts()["mpi"].items() if site.machine in other["machines"]]
         raise ProvisionError(
-            f"mpi: {stack.mpi} has no wheel for {machine}",
+            f"mpi: {stack.mpi} has no wheel for {site.machine}; {site.has}",
             advice=f"use `mpi: {' or '.join(fitting) or 'system'}` in the inventory's stack",
         )
     return [row["requirement"]]
 
 
+def _current(stack: Stack) -> list[str]:
+    return [_requirement("transformers", stack.transformers), _requirement("accelerate", stack.accelerate)]
+
+
+def _limited(stack: Stack) -> list[str]:
+    """Transformers and Accelerate where the retired bindings are used: the last that know them, unless one is asked for.
+
+    The extra `torch` makes the resolver heed which torch a Transformers works with; without it an old torch gets a new one.
+    """
+    limits: Mapping[str, str] = facts()["ccl_limits"]
+    wanted = stack.transformers if "transformers" in stack.model_fields_set else None
+    return [
+        _requirement("transformers[torch]", wanted, limits["transformers"]),
+        _requirement("accelerate", stack.accelerate, limits["accelerate"]),
+    ]
+
+
 def _requirement(name: str, wanted: str | None, limit: str = "") -> str:
     """`torch` and "2.13.0" make "torch==2.13.0"; specifiers are kept, and a limit of our own is added."""
-    specifier = "" if wanted is None else wanted if wanted[:1] in "<>=!~" else f"=={wanted}"
-    both = SpecifierSet(specifier) & SpecifierSet(limit)
-    return f"{name}{both}"
+    return f"{name}{_specifier(wanted or '') & SpecifierSet(limit)}"
+
+
+def _specifier(wanted: str) -> SpecifierSet:
+    return SpecifierSet(wanted if not wanted or wanted[0] in "<>=!~" else f"=={wanted}")
+
+
+def _refuse_contradictions(requirements: Sequence[str], stack: Stack, site: _Site, *, with_ccl: bool) -> None:
+    """Raise ProvisionError, naming all of them, when requirements for one package exclude each other."""
+    problems = []
+    for name, asked in _by_package(requirements).items():
+        together = SpecifierSet(",".join(str(one) for one in asked))
+        if _is_empty(together):
+            problems.append(f"{name} {' and '.join(str(one) for one in asked)}")
+    if not problems:
+        return
+    limits = [f"{name} {limit}" for name, limit in facts()["ccl_limits"].items()]
+    raise ProvisionError(
+        f"the stack contradicts itself: no version is both {', nor '.join(problems)}"
+        + (f" (torch {stack.torch}, backend ccl)" if with_ccl else "")
+        + f"; {site.has}",
+        advice=f"what works: with backend ccl {', '.join(limits)}; any of them with `backend: gloo`"
+        if with_ccl
+        else "name each package once, in one version or range",
+    )
+
+
+def _by_package(requirements: Sequence[str]) -> dict[str, list[SpecifierSet]]:
+    """What is asked of each package; URLs and markers are the resolver's business."""
+    asked: dict[str, list[SpecifierSet]] = {}
+    for text in requirements:
+        try:
+            requirement = Requirement(text)
+        except InvalidRequirement:
+            continue  # pip says what is wrong with it
+        if requirement.marker is None and requirement.url is None:
+            specifiers = [SpecifierSet(str(one)) for one in requirement.specifier]
+            asked.setdefault(canonicalize_name(requirement.name), []).extend(specifiers)
+    return asked
+
+
+def _is_empty(together: SpecifierSet) -> bool:
+    """Whether surely no version satisfies all: versions at, just above and just below each bound are tried."""
+    if any(one.operator == "===" for one in together):
+        return False
+    bounds = [Version(one.version.removesuffix(".*")) for one in together]
+    tried = [near for bound in bounds for near in (bound, *_neighbours(bound))]
+    return bool(bounds) and not any(together.contains(version, prereleases=True) for version in tried)
+
+
+def _neighbours(version: Version) -> tuple[Version, Version]:
+    """A version a little above and one a little below: 5.1 gives 5.1.0.0.1 and 5.0.99."""
+    release = list(version.release)
+    above = [*release, 0, 0, 1]
+    while len(release) > 1 and release[-1] == 0:
+        release.pop()
+    below = [*release[:-1], max(release[-1] - 1, 0), 99]
+    above_text, below_text = (f"{version.epoch}!{'.'.join(map(str, parts))}" for parts in (above, below))
+    return Version(above_text), Version(below_text)

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+
+from orchestrator.errors import PreflightError
+from orchestrator.specs.facts import NodeFacts
+from orchestrator.specs.inventory import Inventory
+from orchestrator.specs.run import Endpoint
 
 KEEPALIVE_S = 15
 
@@ -28,6 +33,40 @@ class Hop:
     user: str
     host_key: str
     identity: str | None
+
+
+def hops_from_head(
+    inventory: Inventory,
+    nodes: Sequence[NodeFacts],
+    endpoints: Sequence[Endpoint],
+    host_keys: Mapping[str, str | None],
+    identity: str | None,
+) -> list[Hop]:
+    """How the head reaches each other node: the address on the cluster network, the port that sshd itself sees.
+
+    Raises PreflightError for a node that we reached without SSH: its host key is not known, and the head could not check it.
+    """
+    hops = []
+    logins = {node.name: inventory.login(node) for node in inventory.nodes}
+    for node, endpoint in list(zip(nodes, endpoints, strict=True))[1:]:
+        host_key = host_keys[node.name]
+        if host_key is None:
+            raise PreflightError(
+                f"{node.name}: this machine was reached without SSH, but {nodes[0].name}, the head, must reach it by SSH",
+                advice=f"list {node.name} first in the inventory: the run is then started from here",
+            )
+        seen = node.ssh_connection
+        hops.append(
+            Hop(
+                node=node.name,
+                address=endpoint.address,
+                port=seen.server_port if seen else logins[node.name].port,
+                user=node.user,
+                host_key=host_key,
+                identity=identity,
+            )
+        )
+    return hops
 
 
 def ssh_config(hops: Sequence[Hop], directory: str, head_address: str, connect_timeout_s: float) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 from orchestrator.errors import PreflightError
 from orchestrator.planning.arguments import Translation, translate, with_precision
 from orchestrator.planning.compat import StackChoice
-from orchestrator.planning.hops import Hop, known_hosts, ssh_config, wrapper
+from orchestrator.planning.hops import hops_from_head, known_hosts, ssh_config, wrapper
 from orchestrator.planning.mpirun import LAUNCH_VARIABLE, PROGRAM, STOP_SIGNAL, Flavour, MpiCommand, MpiRequest, mpi_command
 from orchestrator.planning.network import NetworkChoice, NetworkNode, choose_network
 from orchestrator.planning.placement import PlacementNode, place, ranks_per_node
@@ -20,6 +20,7 @@ from orchestrator.specs.facts import NodeFacts
 from orchestrator.specs.inventory import Inventory
 from orchestrator.specs.lock import Lock
 from orchestrator.specs.run import RankPlan
+from orchestrator.specs.setvars import SetvarsEffect
 
 # The kernel takes no environment variable longer than this (MAX_ARG_STRLEN, 32 pages).
 LONGEST_VARIABLE_BYTES = 131_072
@@ -39,6 +40,7 @@ class LaunchRequest:
         host_keys: node name to the host key that we verified; None where SSH was not used.
         identity: the head's private key for the other nodes, or None for its own defaults.
         mpi: (flavour, absolute path of its launcher on the head); None takes the one in the environment.
+        setvars: what the bindings' setvars.sh does, for the backend ccl.
     """
 
     inventory: Inventory
@@ -53,6 +55,7 @@ class LaunchRequest:
     host_keys: Mapping[str, str | None]
     identity: str | None
     mpi: tuple[Flavour, str] | None
+    setvars: SetvarsEffect | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +73,7 @@ class LaunchPlan:
     ranks: tuple[RankPlan, ...]
     network: NetworkChoice
     translation: Translation
+    setvars: SetvarsEffect | None
     document: Mapping[str, Any]
     files: Mapping[str, tuple[str, int]]
     command: MpiCommand
@@ -115,7 +119,7 @@ def plan_launch(request: LaunchRequest) -> LaunchPlan:
     flavour, program = request.mpi or (_flavour(inventory), f"{_env_dir(request)}/bin/{_program(inventory)}")
     document = {**_document(request, run_dir, ranks, translation, variables), "stop_signal": STOP_SIGNAL[flavour]}
     _check_length(document)
-    hops = _hops(request, network)
+    hops = hops_from_head(request.inventory, request.nodes, network.endpoints, request.host_keys, request.identity)
     several, head_address = len(ranks_per_node(ranks)) > 1, network.endpoints[0].address
     command = mpi_command(
         MpiRequest(
@@ -142,6 +146,7 @@ def plan_launch(request: LaunchRequest) -> LaunchPlan:
         ranks=ranks,
         network=network,
         translation=translation,
+        setvars=request.setvars,
         document=document,
         files=files,
         command=command,
@@ -209,7 +214,7 @@ def _document(
     translation: Translation,
     variables: Mapping[str, str],
 ) -> dict[str, Any]:
-    job = request.inventory.job
+    job, setvars = request.inventory.job, request.setvars
     hostnames = {node.name: node.hostname for node in request.nodes}
     return {
         "schema": 1,
@@ -219,7 +224,8 @@ def _document(
         "python": f"{_env_dir(request)}/bin/python",
         "job_dir": request.job_dir,
         "argv": [request.script, *translation.argv],
-        "env": {**variables, **job.env},
+        "env": {**(setvars.variables if setvars else {}), **variables, **job.env},
+        "prepend": {name: value for name, value in setvars.prepended.items() if name not in job.env} if setvars else {},
         "world_size": len(ranks),
         "grace_s": job.grace_s,
         "bootstrap": {"backend": request.choice.backend, "asked_backend": request.choice.asked_backend},
@@ -244,31 +250,6 @@ def _check_length(document: Mapping[str, Any]) -> None:
             "the script's arguments and environment are too long to be carried to the ranks",
             advice="put long lists into a file and name it in `job.sync`",
         )
-
-
-def _hops(request: LaunchRequest, network: NetworkChoice) -> list[Hop]:
-    """How the head reaches each other node: the address on the cluster network, the port that sshd itself sees."""
-    hops = []
-    logins = {node.name: request.inventory.login(node) for node in request.inventory.nodes}
-    for node, endpoint in list(zip(request.nodes, network.endpoints, strict=True))[1:]:
-        host_key = request.host_keys[node.name]
-        if host_key is None:
-            raise PreflightError(
-                f"{node.name}: this machine was reached without SSH, but {request.nodes[0].name}, the head, must reach it by SSH",
-                advice=f"list {node.name} first in the inventory: the run is then started from here",
-            )
-        seen = node.ssh_connection
-        hops.append(
-            Hop(
-                node=node.name,
-                address=endpoint.address,
-                port=seen.server_port if seen else logins[node.name].port,
-                user=node.user,
-                host_key=host_key,
-                identity=request.identity,
-            )
-        )
-    return hops
 
 
 def _hosts(ranks: Sequence[RankPlan], network: NetworkChoice) -> tuple[tuple[str, int], ...]:

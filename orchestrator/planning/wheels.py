@@ -7,8 +7,12 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from packaging.requirements import InvalidRequirement, Requirement
+from packaging.utils import canonicalize_name, parse_wheel_filename
+
 from orchestrator.errors import ProvisionError, ResolveError
 from orchestrator.planning.compat import StackChoice, choose_stack
+from orchestrator.planning.preflight import disagreements, refuse
 from orchestrator.specs.facts import NodeFacts
 from orchestrator.specs.inventory import Stack
 from orchestrator.specs.lock import Lock, LockedWheel, Target
@@ -46,17 +50,10 @@ def plan_stack(stack: Stack, nodes: Sequence[NodeFacts]) -> StackRequest:
     Raises:
         ProvisionError: the nodes' interpreters or architectures differ (wheels and pickles must match), or nothing fits.
     """
-    machines = {node.name: node.arch for node in nodes}
-    if len(set(machines.values())) > 1:
-        raise ProvisionError(f"the nodes are of different architectures: {_listed(machines)}", advice="leave some out")
-    pythons = {node.name: _minor(node) for node in nodes}
-    if len(set(pythons.values())) > 1:
-        raise ProvisionError(
-            f"the nodes' interpreters differ: {_listed(pythons)}; wheels and pickles must match",
-            advice='install the same Python on all nodes, or name one that all have: `stack: {python: "3.11"}`',
-        )
+    refuse(disagreements(nodes))
     target = target_of(min(nodes, key=lambda node: _glibc(node)))
-    choice = choose_stack(stack, python_version=target.python_version, machine=nodes[0].arch)
+    has = [f"{node.name} Python {node.python.version} {node.arch}" for node in nodes]
+    choice = choose_stack(stack, python_version=target.python_version, machine=nodes[0].arch, nodes=has)
     return StackRequest(choice=choice, target=target, find_links=stack.find_links, extra_index=stack.extra_index)
 
 
@@ -89,6 +86,37 @@ def refuse_cuda(wheels: Sequence[LockedWheel]) -> None:
             advice="name PyTorch's CPU wheels in the inventory: `stack: {extra_index: [https://download.pytorch.org/whl/cpu]}`, "
             "or a directory that holds them: `stack: {find_links: [DIR]}`",
         )
+
+
+def refuse_other_lock(lock: Lock, request: StackRequest, file: str) -> None:
+    """Raise ProvisionError unless a lock from a file is one for these nodes and this inventory."""
+    if lock.target != request.target.label:
+        raise ProvisionError(f"{file} is a lock for {lock.target}, and the nodes are {request.target.label}", advice=_RELOCK)
+    fitting = {"any", *request.target.platforms}
+    for wheel in lock.all_wheels:
+        if not any(tag.platform in fitting for tag in parse_wheel_filename(wheel.filename)[3]):
+            best = request.target.platforms[0]
+            raise ProvisionError(f"{file}: {wheel.filename} does not run on the nodes, which are {best}", advice=_RELOCK)
+    asked, locked = ({_canonical(text): text for text in texts} for texts in (request.choice.requirements, lock.requirements))
+    problems = [f"the inventory asks for {asked[one]}, the lock does not" for one in asked if one not in locked]
+    problems += [f"the lock has {locked[one]}, the inventory does not" for one in locked if one not in asked]
+    if problems:
+        raise ProvisionError(
+            f"{file} is a lock for another stack:\n    " + "\n    ".join(problems),
+            advice=f"make the inventory's `stack` as it was when the lock was written; or {_RELOCK}",
+        )
+
+
+_RELOCK = "write a new lock: cluster-train provision INVENTORY --lock FILE"
+
+
+def _canonical(requirement: str) -> str:
+    """Equal for requirements that mean the same however they are spelt."""
+    try:
+        parsed = Requirement(requirement)
+    except InvalidRequirement:
+        return requirement
+    return f"{canonicalize_name(parsed.name)} {sorted(parsed.extras)} {parsed.specifier} {parsed.marker} {parsed.url}"
 
 
 def missing_wheels(lock: Lock, node: NodeFacts) -> tuple[LockedWheel, ...]:
@@ -127,7 +155,3 @@ def _glibc(node: NodeFacts) -> tuple[int, int]:
         )
     major, minor = version.split(".")[:2]
     return int(major), int(minor)
-
-
-def _listed(values: Mapping[str, str]) -> str:
-    return ", ".join(f"{name} {value}" for name, value in values.items())

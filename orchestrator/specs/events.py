@@ -24,12 +24,14 @@ class Notice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transfer:
-    """Bytes on their way to a node."""
+    """Bytes on their way to a node; `what` names the things of which `sent_items` of `total_items` are through."""
 
     node: str
     what: str
     sent_bytes: int
     total_bytes: int
+    sent_items: int = 0
+    total_items: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+import interpreters
+
 REMOTE = Path(__file__).resolve().parents[2] / "remote"
 sys.path.insert(0, str(REMOTE))
 
@@ -20,8 +22,7 @@ import tail  # noqa: E402
 
 LIMIT_S = 30.0
 FINAL = ("succeeded", "failed", "stopped")
-# Every Python 3 that pyenv has here, beside the one that runs the tests: nodes may be as old as 3.6.
-INTERPRETERS = [sys.executable, *map(str, sorted(Path.home().glob(".pyenv/versions/3.*/bin/python3")))]
+INTERPRETERS = [str(path) for path in interpreters.INTERPRETERS]  # nodes may be as old as 3.6
 
 __all__ = ["processes", "records", "tail"]
 

@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from interpreters import every_interpreter
 
 from orchestrator.planning.arguments import translate
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 BOOTSTRAP = REPOSITORY / "remote" / "bootstrap.py"
 SCRIPTS = REPOSITORY / "tests" / "scripts"
-INTERPRETERS = sorted((Path.home() / ".pyenv" / "versions").glob("3.*/bin/python3")) or [Path(sys.executable)]
 
 GUIDE_IMPORTS = """
 import intel_extension_for_pytorch as ipex
@@ -137,7 +137,7 @@ def test_a_script_runs_as_python_runs_it(text: str, tmp_path: Path) -> None:
     assert (booted.returncode, booted.stdout, booted.stderr) == (plain.returncode, plain.stdout, plain.stderr)
 
 
-@pytest.mark.parametrize("interpreter", INTERPRETERS, ids=lambda path: path.parts[-3])
+@every_interpreter
 def test_every_supported_python_runs_a_script(interpreter: Path, tmp_path: Path) -> None:
     """What a script sees of itself, its traceback and its exit code are the same under each Python from 3.6."""
     text = ORDINARY["what the script sees of itself"] + ORDINARY["an exception"]
@@ -190,7 +190,7 @@ def test_a_missing_script_is_named() -> None:
     assert "there is no script /nowhere/train.py" in answer.stderr
 
 
-@pytest.mark.parametrize("interpreter", INTERPRETERS, ids=lambda path: path.parts[-3])
+@every_interpreter
 def test_new_processes_run_the_script_with_the_same_hooks(interpreter: Path, tmp_path: Path) -> None:
     """fork, spawn and forkserver all work in a script whose imports are answered by stand-ins; the notes come once."""
     script = write(tmp_path / "script.py", PROCESSES)

@@ -2,39 +2,22 @@
 
 from __future__ import annotations
 
-import hashlib
+import fcntl
 import json
+import os
+import signal
 import subprocess
 import sys
-import zipfile
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-
-def make_wheel(directory: Path, name: str, source: str) -> dict[str, str]:
-    """A real, minimal wheel with one module, put into a wheelhouse by its hash."""
-    filename = f"{name}-1.0-py3-none-any.whl"
-    info = f"{name}-1.0.dist-info"
-    path = directory / filename
-    directory.mkdir(parents=True, exist_ok=True)
-    with zipfile.ZipFile(path, "w") as wheel:
-        wheel.writestr(f"{name}.py", source)
-        wheel.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
-        wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
-        wheel.writestr(f"{info}/entry_points.txt", f"[console_scripts]\nsay-{name} = {name}:say\n")
-        wheel.writestr(f"{info}/RECORD", "")
-    digest = hashlib.sha256(path.read_bytes()).hexdigest()
-    place = directory / digest / filename
-    place.parent.mkdir()
-    path.rename(place)
-    return {"name": name, "version": "1.0", "sha256": digest, "filename": filename}
+from wheels_by_hand import install_plan_for, make_wheel
 
 
 def plan(root: Path, *wheels: dict[str, str]) -> dict[str, Any]:
-    names = [wheel["name"] for wheel in wheels]
-    return {"root": str(root), "digest": "d1", "python": sys.executable, "wheels": list(wheels), "uv": None, "verify": names}
+    return install_plan_for(root, sys.executable, *wheels)
 
 
 def install(repository: Path, document: dict[str, Any]) -> subprocess.CompletedProcess[str]:
@@ -87,14 +70,28 @@ def test_a_wheel_that_changed_in_the_wheelhouse_is_refused(repository: Path, roo
     assert not (root / "envs/d1").exists()
 
 
-def test_what_a_dead_installer_left_is_cleared(repository: Path, root: Path) -> None:
-    """A directory without complete.json, and one half built, are replaced."""
+def test_what_dead_installers_left_is_cleared(repository: Path, root: Path) -> None:
+    """A directory without complete.json, and one half built, are replaced; so is what another stack's installer left."""
     wheel = make_wheel(root / "wheelhouse", "goodone", "def say(): pass\n")
-    (root / "envs/d1/bin").mkdir(parents=True)
-    (root / "envs/.d1.building/bin").mkdir(parents=True)
+    for left in ("d1/bin", ".d1.building/bin", ".d0.building/bin"):
+        (root / "envs" / left).mkdir(parents=True)
+    (root / "envs/.d0.building.txt").touch()
     done = install(repository, plan(root, wheel))
     assert done.returncode == 0, done.stderr
-    assert (root / "envs/d1/complete.json").exists() and not (root / "envs/.d1.building").exists()
+    assert (root / "envs/d1/complete.json").exists() and not list((root / "envs").glob(".*.building*"))
+
+
+def test_what_is_being_built_is_left_alone(repository: Path, root: Path) -> None:
+    """Another stack's installer that lives holds its lock: its directory stays."""
+    wheel = make_wheel(root / "wheelhouse", "goodone", "def say(): pass\n")
+    (root / "envs/.d0.building").mkdir(parents=True)
+    (root / "wheelhouse" / wheel["sha256"] / wheel["filename"]).unlink()
+    with (root / "envs/.d0.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert install(repository, plan(root, wheel)).returncode == 1  # a wheel is missing, which takes no time
+        assert (root / "envs/.d0.building").exists()
+    install(repository, plan(root, wheel))
+    assert not (root / "envs/.d0.building").exists()
 
 
 def test_a_missing_wheel_is_named(repository: Path, root: Path) -> None:
@@ -121,3 +118,47 @@ def test_two_installers_at_once_make_one_environment(repository: Path, root: Pat
         one.stdout.close()
         assert one.wait() == 0
     assert sorted(answers) == [False, True]
+
+
+def test_a_killed_installer_leaves_nothing_that_counts(repository: Path, root: Path) -> None:
+    """kill -9 in the middle of pip: what pip still writes stays out of the way, the next installer makes the environment."""
+    wheel = make_wheel(root / "wheelhouse", "goodone", "def say(): pass\n")
+    command = [sys.executable, str(repository / "remote" / "install.py")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True) as killed:
+        assert killed.stdin
+        killed.stdin.write(json.dumps(plan(root, wheel)).encode())
+        killed.stdin.close()
+        deadline = time.monotonic() + 30
+        while not (root / "envs/.d1.building/bin/python").exists():
+            assert time.monotonic() < deadline and killed.poll() is None
+        os.kill(killed.pid, signal.SIGKILL)
+    assert not (root / "envs/d1").exists() and (root / "envs/.d1.building").exists()
+    done = install(repository, plan(root, wheel))
+    assert done.returncode == 0, done.stderr
+    assert sorted(path.name for path in (root / "envs").iterdir()) == [".d1.lock", "d1"]
+
+
+def test_an_installer_that_nobody_listens_to_finishes(repository: Path, root: Path) -> None:
+    """The caller's end of the pipe is closed at once; the environment gets complete all the same."""
+    wheel = make_wheel(root / "wheelhouse", "goodone", "def say(): pass\n")
+    command = [sys.executable, str(repository / "remote" / "install.py")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as left_alone:
+        assert left_alone.stdin and left_alone.stdout
+        left_alone.stdout.close()
+        left_alone.stdin.write(json.dumps(plan(root, wheel)).encode())
+        left_alone.stdin.close()
+        left_alone.wait(60)
+    assert (root / "envs/d1/complete.json").exists()
+
+
+def test_a_python_without_venv_is_told_when_pip_has_to_serve(repository: Path, root: Path, tmp_path: Path) -> None:
+    """Debian's python3 without python3-venv: the interpreter, what it lacks, and what to install."""
+    wheel = make_wheel(root / "wheelhouse", "goodone")
+    lacking = tmp_path / "python3"
+    lacking.write_text(
+        f'#!/bin/sh\nexec {sys.executable} -S -c \'import sys; sys.modules["ensurepip"] = None; exec(sys.argv[2])\' "$@"\n'
+    )
+    lacking.chmod(0o755)
+    done = install(repository, {**plan(root, wheel), "python": str(lacking)})
+    assert done.returncode == 1
+    assert f"{lacking} lacks the module venv or ensurepip" in done.stderr and "apt-get install python3-venv" in done.stderr

@@ -6,7 +6,6 @@ import importlib
 import json
 import os
 import re
-import shutil
 import socket
 import subprocess
 import sys
@@ -18,6 +17,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from interpreters import every_interpreter
 from packaging.markers import default_environment
 
 from orchestrator.specs.facts import NodeFacts
@@ -29,23 +29,6 @@ REAL_MACHINES = sorted((REPOSITORY.parent / "shared" / "topologies").glob("*.tar
 
 CPU = "sys/devices/system/cpu"
 NODE = "sys/devices/system/node"
-
-
-def find_interpreters() -> list[Path]:
-    """One interpreter per minor version from 3.6: pyenv's, those on PATH, and the one that runs the tests."""
-    in_pyenv = (Path.home() / ".pyenv" / "versions").glob("3.*/bin/python3")
-    on_path = (Path(found) for minor in range(6, 20) if (found := shutil.which(f"python3.{minor}")))
-    versions: dict[str, Path] = {}
-    for candidate in (Path(sys.executable), *sorted(in_pyenv), *on_path):
-        tell = "import sys; print('%d.%d' % sys.version_info[:2])"
-        answer = subprocess.run([candidate, "-c", tell], capture_output=True, text=True, check=False)
-        if answer.returncode == 0:  # pyenv puts names on PATH that it then refuses to run
-            versions.setdefault(answer.stdout.strip(), candidate)
-    return [versions[version] for version in sorted(versions, key=lambda text: int(text.split(".")[1]))]
-
-
-INTERPRETERS = find_interpreters()
-every_interpreter = pytest.mark.parametrize("interpreter", INTERPRETERS, ids=lambda path: str(path))
 
 
 def run_probe(

@@ -191,6 +191,16 @@ def test_the_environment_is_built_in_order(node: Node, begin: Begin) -> None:
     assert records.LAUNCH_VARIABLE.encode() not in found
 
 
+def test_directories_are_put_before_the_ranks_own(node: Node, begin: Begin) -> None:
+    """What a setvars.sh puts into PATH or LD_LIBRARY_PATH goes before what the rank has, not in its place; python stays first."""
+    launch = node.launch("prepend", KEEP, size=1, env={"LD_LIBRARY_PATH": "/job/lib", "PATH": "/job/bin"})
+    launch["prepend"] = {"LD_LIBRARY_PATH": "/ccl/lib", "PATH": "/ccl/bin", "CCL_ONLY_PATH": "/a:/b"}
+    assert begin(launch).wait(LIMIT_S) == 0
+    found = variables(given_to(node, "prepend"))
+    assert found[b"LD_LIBRARY_PATH"] == b"/ccl/lib:/job/lib" and found[b"CCL_ONLY_PATH"] == b"/a:/b"
+    assert found[b"PATH"].decode() == f"{Path(node.python).parent}:/ccl/bin:/job/bin"
+
+
 def test_the_script_finds_the_jobs_files_and_writes_into_the_run(node: Node, begin: Begin) -> None:
     """Relative paths reach what was synced; what the script writes stays out of the job's directory."""
     source = "print(open('data/train.txt').read()); open('result.txt', 'w').write('done'); print(__file__)"

@@ -5,9 +5,11 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import os
 import subprocess
 import sys
 import tarfile
+import time
 from pathlib import Path
 
 import pytest
@@ -65,3 +67,45 @@ def test_names_that_lead_outside_are_refused(repository: Path, tmp_path: Path, n
     done = unpack(repository, tmp_path / "to", archive({name: b"x"}))
     assert done.returncode == 1 and b"leads outside" in done.stderr
     assert not (tmp_path / "evil").exists()
+
+
+def test_what_a_killed_one_left_is_cleared_by_the_next(repository: Path, tmp_path: Path) -> None:
+    """kill -9 in the middle of an entry leaves it under a hidden name; the next to unpack there removes that."""
+    begun, _ = begin(repository, tmp_path)
+    begun.kill()
+    begun.communicate()
+    assert [path.suffix for path in tmp_path.iterdir()] == [".part"]
+    unpack(repository, tmp_path, archive({"b/x": b"2"}))
+    assert [path.name for path in tmp_path.iterdir()] == ["b"]
+
+
+def test_what_another_is_unpacking_is_left_alone(repository: Path, tmp_path: Path) -> None:
+    """Two at once into one directory: neither takes the other's half-made entry for an abandoned one."""
+    begun, rest = begin(repository, tmp_path)
+    unpack(repository, tmp_path, archive({"b/x": b"2"}))
+    out, _ = begun.communicate(rest)
+    assert json.loads(out) == {"unpacked": ["a"], "kept": []}
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
+
+
+def test_what_another_machine_left_on_a_shared_disk_is_cleared_after_a_day(repository: Path, tmp_path: Path) -> None:
+    """Locks may not reach over the network: a part of another machine counts as abandoned when nothing was added for a day."""
+    for name, age_s in (("old", 90_000), ("new", 60)):
+        (tmp_path / f".{name}.elsewhere.1.part").mkdir()
+        os.utime(tmp_path / f".{name}.elsewhere.1.part", (time.time() - age_s,) * 2)
+    unpack(repository, tmp_path, archive({"a/x": b"1"}))
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".new.elsewhere.1.part", "a"]
+
+
+def begin(repository: Path, directory: Path) -> tuple[subprocess.Popen[bytes], bytes]:
+    """An unpack.py that is in the middle of entry `a`, and the rest of its stream."""
+    whole = archive({"a/x": b"1" * 3_000_000})
+    command = [sys.executable, repository / "remote" / "unpack.py", directory]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    process = subprocess.Popen(command, **pipes)  # type: ignore[call-overload]
+    process.stdin.write(whole[:1_500_000])
+    process.stdin.flush()
+    deadline = time.monotonic() + 30
+    while not list(directory.glob(".a.*.part/a/x")):
+        assert time.monotonic() < deadline and process.poll() is None
+    return process, whole[1_500_000:]

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from labs import Lab, make_wheels
 from sshd import SSHD, SshdNodes
 
 HERE = Path(__file__).parent
@@ -33,6 +34,13 @@ def sshd_factory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SshdNodes
 def session_sshd_factory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SshdNodes]:
     """Starts nodes that live as long as the test session."""
     yield from _factory(tmp_path_factory)
+
+
+@pytest.fixture(scope="session")
+def lab(session_sshd_factory: SshdNodes, tmp_path_factory: pytest.TempPathFactory, uv_wheel: Path) -> Lab:
+    """One node and a small stack; what is resolved once serves all tests."""
+    wheels = make_wheels(tmp_path_factory.mktemp("wheels"), uv_wheel)
+    return Lab(nodes=session_sshd_factory(1), wheels=wheels, cache=tmp_path_factory.mktemp("cache"))
 
 
 def _factory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SshdNodes]:

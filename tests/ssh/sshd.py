@@ -25,7 +25,21 @@ LIMIT_S = 10.0
 POLL_S = 0.01
 
 # PR_SET_CHILD_SUBREAPER (36) outlives exec: orphans become children of this server, not of process 1; sshd reaps them.
-_BECOME_SSHD = "import ctypes, os, sys; ctypes.CDLL(None).prctl(36, 1, 0, 0, 0); os.execv(sys.argv[1], sys.argv[1:])"
+# With a disk of its own, the server sees another directory at that place: unshare(CLONE_NEWNS), then "/" made private for
+# all below (MS_REC | MS_PRIVATE), then a bind mount (MS_BIND).
+_BECOME_SSHD = """
+import ctypes, os, sys
+libc = ctypes.CDLL(None, use_errno=True)
+libc.prctl(36, 1, 0, 0, 0)
+source, target = map(os.fsencode, sys.argv[1:3])
+if target and (
+    libc.unshare(0x20000)
+    or libc.mount(b"none", b"/", None, ctypes.c_ulong(0x44000), None)
+    or libc.mount(source, target, None, ctypes.c_ulong(0x1000), None)
+):
+    sys.exit("cannot mount: " + os.strerror(ctypes.get_errno()))
+os.execv(sys.argv[3], sys.argv[3:])
+"""
 
 # SetEnv gives the node its own HOME, but sshd changes to the directory in /etc/passwd: go to that HOME as a login does.
 _START_AT_HOME = 'cd "$HOME" && exec "$SHELL" ${SSH_ORIGINAL_COMMAND+-c "$SSH_ORIGINAL_COMMAND"}'
@@ -43,7 +57,7 @@ class NodeProcess:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SshdNode:
-    """One server and what is needed to log in."""
+    """One server and what is needed to log in; `disk` is where its own disk, if it has one, lies for us."""
 
     host: str
     port: int
@@ -53,6 +67,7 @@ class SshdNode:
     home: Path
     log: Path
     pid: int
+    disk: Path
 
     def ssh(self, *command: str) -> tuple[str, ...]:
         """The OpenSSH client's command line that runs `command` here, host key checked."""
@@ -90,8 +105,12 @@ class SshdNodes:
         self._groups = 0
         self._servers: list[subprocess.Popen[bytes]] = []
 
-    def __call__(self, count: int, **config: str) -> list[SshdNode]:
-        """Start `count` servers on one free port; `config` replaces settings of ours, as in MaxStartups="3"."""
+    def __call__(self, count: int, *, disk: Path | None = None, **config: str) -> list[SshdNode]:
+        """Start `count` servers on one free port; `config` replaces settings of ours, as in MaxStartups="3".
+
+        Args:
+            disk: a directory in whose place each node sees one of its own, as different machines do. See `can_mount`.
+        """
         group = self._directory / f"group{self._groups}"
         self._groups += 1
         group.mkdir(parents=True)
@@ -99,7 +118,7 @@ class SshdNodes:
             make_key(group / name)
         for _ in range(5):
             try:
-                return self._start(group, _free_port(), count, config)
+                return self._start(group, _free_port(), count, disk, config)
             except _PortTaken:
                 continue  # by somebody else, between our asking and sshd's binding
         raise RuntimeError("five times another process took the port that was free just before")
@@ -108,10 +127,16 @@ class SshdNodes:
         while self._servers:
             stop(self._servers.pop())
 
-    def _start(self, group: Path, port: int, count: int, config: Mapping[str, str]) -> list[SshdNode]:
+    def stop(self, node: SshdNode) -> None:
+        """End one node and all that runs on it, as if its plug were pulled."""
+        (server,) = [server for server in self._servers if server.pid == node.pid]
+        self._servers.remove(server)
+        stop(server)
+
+    def _start(self, group: Path, port: int, count: int, disk: Path | None, config: Mapping[str, str]) -> list[SshdNode]:
         before = len(self._servers)
         try:
-            nodes = [self._start_one(group, port, index, config) for index in range(count)]
+            nodes = [self._start_one(group, port, index, disk, config) for index in range(count)]
             for server, node in zip(self._servers[before:], nodes, strict=True):
                 _wait_until_listening(server, node.log)
         except BaseException:
@@ -122,16 +147,17 @@ class SshdNodes:
         (group / "known_hosts").write_text("".join(f"[{host}]:{port} {key}" for host, key in host_keys))
         return nodes
 
-    def _start_one(self, group: Path, port: int, index: int, config: Mapping[str, str]) -> SshdNode:
+    def _start_one(self, group: Path, port: int, index: int, disk: Path | None, config: Mapping[str, str]) -> SshdNode:
         host, home, log = f"127.0.0.{index + 2}", _make_home(group, index), group / f"sshd{index}.log"
         settings = {**_settings(host, port, home, group / f"host_key{index}"), **config}
         settings_file = group / f"sshd_config{index}"
         settings_file.write_text("".join(f"{name} {value}\n" for name, value in settings.items()))
         log.unlink(missing_ok=True)
         sshd = (str(SSHD), "-D", "-f", str(settings_file), "-E", str(log))
-        server = subprocess.Popen(
-            (sys.executable, "-c", _BECOME_SSHD, *sshd), stdin=subprocess.DEVNULL, cwd="/", start_new_session=True
-        )
+        own_disk = group / f"disk{index}"
+        own_disk.mkdir(exist_ok=True)
+        become = (sys.executable, "-c", _BECOME_SSHD, str(own_disk), str(disk or ""))
+        server = subprocess.Popen((*become, *sshd), stdin=subprocess.DEVNULL, cwd="/", start_new_session=True)
         self._servers.append(server)
         return SshdNode(
             host=host,
@@ -142,7 +168,13 @@ class SshdNodes:
             home=home,
             log=log,
             pid=server.pid,
+            disk=own_disk,
         )
+
+
+def can_mount() -> bool:
+    """Whether this process may give its children file systems of their own."""
+    return subprocess.run(("unshare", "--mount", "true"), capture_output=True, check=False).returncode == 0
 
 
 def make_key(path: Path) -> None:

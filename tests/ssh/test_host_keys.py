@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -102,3 +103,23 @@ def test_a_jump_host_leads_to_a_node_and_is_checked_as_well(nodes: list[SshdNode
     only_the_target.write_text("".join(line for line in lines if nodes[1].host in line))
     with pytest.raises(HostKeyError, match=nodes[0].host):
         reach(nodes[1], only_the_target, via=via)
+
+
+def test_a_jump_host_of_the_persons_own_configuration_is_checked_too(
+    nodes: list[SshdNode], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """ProxyJump in ~/.ssh/config is followed, and leads through no host whose key is not known."""
+    jump = f"{nodes[0].user}@{nodes[0].host}:{nodes[0].port}"
+    (tmp_path / ".ssh").mkdir()
+    (tmp_path / ".ssh/config").write_text(f"Host {nodes[1].host}\n    ProxyJump {jump}\n    IdentityFile {nodes[0].key}\n")
+    lines = nodes[1].known_hosts.read_text().splitlines(keepends=True)
+    (tmp_path / "known_hosts").write_text("".join(line for line in lines if nodes[1].host in line))
+    code = (
+        "from orchestrator.nodes.ssh import SshTransport\n"
+        "from orchestrator.specs.inventory import Login, SshOptions\n"
+        f"login = Login(user={nodes[1].user!r}, host={nodes[1].host!r}, port={nodes[1].port}, key=None, via=None)\n"
+        f"SshTransport('node1', login, SshOptions(known_hosts={str(tmp_path / 'known_hosts')!r}))\n"
+    )
+    monkeypatch.setenv("HOME", str(tmp_path))
+    refused = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30)
+    assert refused.returncode != 0 and f"HostKeyError: node1: the host key of [{nodes[0].host}]" in refused.stderr

@@ -199,6 +199,18 @@ def test_logs_are_kept_per_rank_and_byte_for_byte(
     assert bar == ["10%", "50%"]
 
 
+def test_the_lock_in_a_runs_record_gives_the_same_stack_again(
+    cluster_train: ClusterTrain, inventory: Callable[..., Path], tmp_path: Path
+) -> None:
+    """`lock.json` can be handed to `up --locked`: nothing is resolved, and the environment is the same one."""
+    path = inventory()
+    first = cluster_train("up", path, "--json", "--", script(tmp_path, HELLO))
+    lock = Path(first.result["record"]) / "lock.json"
+    again = cluster_train("up", path, "--locked", lock, "--", script(tmp_path, HELLO), env={"XDG_CACHE_HOME": str(tmp_path)})
+    assert again.exit_code == 0 and "nothing to install" in again.stderr, again.stderr
+    assert "resolving" not in again.stderr and "fetching" not in again.stderr
+
+
 def test_outputs_are_fetched_and_inputs_synced(
     cluster_train: ClusterTrain, inventory: Callable[..., Path], tmp_path: Path
 ) -> None:

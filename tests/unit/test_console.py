@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
+import re
+import sys
 
 import pytest
 
@@ -75,3 +78,31 @@ def test_transfers_tell_how_far_they_are(capsys: pytest.CaptureFixture[str]) -> 
     for sent in range(0, 100_000_000, 1_000_000):
         console.emit(Transfer(node="node1", what="wheels", sent_bytes=sent, total_bytes=200_000_000))
     assert capsys.readouterr().err == "[node1] wheels 0 of 200 MB (0 %)\n"
+
+
+def screen(written: str) -> list[str]:
+    """The lines that a terminal shows in the end."""
+    lines: list[str] = []
+    for up, text in re.findall(r"(?:\x1b\[(\d+)A\r\x1b\[J)?([^\x1b]*)", written):
+        lines = lines[: len(lines) - int(up or 0)] + text.splitlines()
+    return lines
+
+
+def test_a_terminal_has_a_bar_for_each_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bars stay below what is told meanwhile, are drawn over themselves, and a node's bar goes when its copy is done."""
+    for name, value in {"TERM": "xterm", "NO_COLOR": "1", "COLUMNS": "100", "LINES": "30"}.items():
+        monkeypatch.setenv(name, value)
+    terminal = io.StringIO()
+    monkeypatch.setattr(terminal, "isatty", lambda: True, raising=False)
+    monkeypatch.setattr(sys, "stderr", terminal)
+    console = Console()
+    for node, sent in (("node0", 2), ("node1", 0)):
+        size = {"sent_bytes": sent * 25_000_000, "total_bytes": 100_000_000, "sent_items": sent, "total_items": 4}
+        console.emit(Transfer(node=node, what="wheels", **size))
+    console.emit(Step(text="install: 57 wheels with uv", node="node2"))
+    told = "[node2] install: 57 wheels with uv"
+    half = "[node0] ############------------ 2 of 4 wheels, 50 of 100 MB (50 %)"
+    none = "[node1] ------------------------ 0 of 4 wheels, 0 of 100 MB (0 %)"
+    assert screen(terminal.getvalue()) == [told, half, none]
+    console.emit(Transfer(node="node0", what="wheels", sent_bytes=100_000_000, total_bytes=100_000_000))
+    assert screen(terminal.getvalue()) == [told, none]

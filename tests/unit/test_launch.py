@@ -19,6 +19,7 @@ from orchestrator.planning.script import by_hand, placement_table, ranges
 from orchestrator.specs.facts import InterfaceFacts, MachineId, NodeFacts
 from orchestrator.specs.inventory import Inventory
 from orchestrator.specs.lock import Lock, LockedWheel
+from orchestrator.specs.setvars import SetvarsEffect
 
 FACTS = Path(__file__).resolve().parent.parent / "data" / "facts"
 EPYC = "x86_64-epyc_7451"
@@ -183,6 +184,24 @@ def test_the_table_of_ranks_reads_like_the_kernel_writes() -> None:
     """Cores are shown as ranges."""
     assert ranges([0, 1, 2, 8, 10, 11]) == "0-2,8,10-11"
     assert "24-47" in placement_table(launch([machine(EPYC, 0)]))
+
+
+def test_the_effect_of_setvars_is_below_all_else() -> None:
+    """What a launch computes and what the person sets win; lists of directories are left to the rank, who may have its own."""
+    effect = SetvarsEffect(
+        module="oneccl_bindings_for_pytorch",
+        file="/e/env/setvars.sh",
+        variables={"CCL_ROOT": "/e", "CCL_WORKER_COUNT": "7", "FI_PROVIDER_PATH": "/e/prov"},
+        prepended={"LD_LIBRARY_PATH": "/e/lib", "CPATH": "/e/include"},
+    )
+    request = _request([machine(EPYC, 0)])
+    job = {"script": "train.py", "env": {"FI_PROVIDER_PATH": "/mine", "CPATH": "/my/include"}}
+    inventory = Inventory.model_validate({"nodes": [{"name": "node0", "host": "10.0.0.10"}], "job": job})
+    document = plan_launch(replace(request, inventory=inventory, setvars=effect)).document
+    assert document["env"] | {"CCL_ROOT": "/e", "CCL_WORKER_COUNT": "1", "FI_PROVIDER_PATH": "/mine"} == document["env"]
+    assert document["prepend"] == {"LD_LIBRARY_PATH": "/e/lib"}
+    assert effect.names == ("CCL_ROOT", "CCL_WORKER_COUNT", "CPATH", "FI_PROVIDER_PATH", "LD_LIBRARY_PATH")
+    assert launch([machine(EPYC, 0)]).document["prepend"] == {}
 
 
 def _request(nodes: list[NodeFacts]) -> LaunchRequest:

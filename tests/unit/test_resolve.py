@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import hashlib
+import socket
 import sys
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import standins
 
 from orchestrator.actions import resolve
 from orchestrator.errors import ResolveError
-from orchestrator.planning.compat import StackChoice
+from orchestrator.planning.compat import StackChoice, choose_stack
 from orchestrator.planning.wheels import StackRequest
+from orchestrator.specs.inventory import Stack
 from orchestrator.specs.lock import Target
 
 NO_PYTHON_UV = "3.7"  # for which uv is not asked: the test's directory need not hold it
@@ -139,3 +142,100 @@ def test_another_request_is_another_lock(wheels: Path) -> None:
     """What is asked, for which interpreter and from where, names the lock."""
     base = request(wheels, "app")
     assert len({base.digest, request(wheels, "app", "lib").digest, replace(base, extra_index=("https://x/simple",)).digest}) == 3
+
+
+@pytest.mark.parametrize("damage", [lambda content: content[:50], lambda content: b"x" + content[1:], lambda content: b""])
+def test_a_wheel_damaged_in_the_cache_is_named_and_fetched_again(wheels: Path, damage: Callable[[bytes], bytes]) -> None:
+    """Cut short, altered or emptied: noticed before it is sent; a sound one beside it is left as it is."""
+    for name in ("app", "lib"):
+        make_wheel(wheels, name)
+    asked = request(wheels, "app", "lib")
+    lock = resolve.lock_for(asked, print)
+    bad, good = (resolve.wheel_path(wheel) for wheel in lock.wheels)
+    bad.write_bytes(damage(bad.read_bytes()))
+    before, said = good.stat().st_ino, []
+    resolve.sound_wheels(lock.wheels, asked, said.append)
+    assert said == ["damaged in the cache, fetched again: app-1.0-py3-none-any.whl"]
+    assert [resolve.sha256_of(resolve.wheel_path(wheel)) for wheel in lock.wheels] == [wheel.sha256 for wheel in lock.wheels]
+    assert good.stat().st_ino == before
+    said.clear()
+    resolve.sound_wheels(lock.wheels, asked, said.append)
+    assert said == []
+
+
+def test_a_wheel_that_is_damaged_at_its_source_too_is_never_taken(wheels: Path) -> None:
+    """What comes back must have the lock's hash: else it is refused with its name, and nothing takes its place in the cache."""
+    source = make_wheel(wheels, "app")
+    asked = request(wheels, "app")
+    lock = resolve.lock_for(asked, print)
+    source.write_bytes(source.read_bytes() + b"x")
+    resolve.wheel_path(lock.wheels[0]).unlink()
+    with pytest.raises(ResolveError, match="not what was locked") as refused:
+        resolve.have_wheels(lock, asked, print)
+    assert "app-1.0-py3-none-any.whl" in refused.value.message and lock.wheels[0].sha256 in refused.value.message
+    assert not resolve.wheel_path(lock.wheels[0]).exists()
+
+
+def test_a_wheel_that_was_replaced_is_resolved_anew(wheels: Path) -> None:
+    """Without a lock file the last resolution binds nobody: where its wheels are gone, that is said, and pip is asked again."""
+    source = make_wheel(wheels, "app")
+    asked = request(wheels, "app")
+    old = resolve.lock_for(asked, print)
+    resolve.wheel_path(old.wheels[0]).unlink()
+    source.write_bytes(make_wheel(wheels, "app", requires=["lib"]).read_bytes())
+    make_wheel(wheels, "lib")
+    said: list[str] = []
+    lock = resolve.lock_for(asked, said.append)
+    assert set(lock.versions) == {"app", "lib"} and any("not to be had any more" in text for text in said)
+    said.clear()
+    assert resolve.lock_for(asked, said.append) == lock and said == []
+
+
+def test_a_lock_brings_its_own_versions_however_new_the_index_is(wheels: Path) -> None:
+    """With a lock nothing is resolved: its wheels come by exact version and hash, though newer ones lie beside them."""
+    make_wheel(wheels, "app")
+    asked = request(wheels, "app")
+    lock = resolve.lock_for(asked, print)
+    make_wheel(wheels, "app", "2.0")
+    resolve.wheel_path(lock.wheels[0]).unlink()
+    said: list[str] = []
+    resolve.have_wheels(lock, asked, said.append)
+    assert said == ["fetching 1 wheels"] and resolve.sha256_of(resolve.wheel_path(lock.wheels[0])) == lock.wheels[0].sha256
+
+
+def test_the_retired_stack_is_resolved_to_the_patch_version(wheels: Path) -> None:
+    """torch 1.12.1 takes oneccl_bind_pt 1.12.100 and never 1.12.0, and a Transformers that works with so old a torch."""
+    standins.retired_stack(wheels, "1.12.1", python="3.7")
+    choice = choose_stack(Stack(torch="1.12.1", backend="ccl"), python_version="3.7", machine="x86_64")
+    versions = resolve.lock_for(replace(request(wheels), choice=choice), print).versions
+    assert versions["torch"] == "1.12.1+cpu" and versions["oneccl-bind-pt"] == "1.12.100+cpu"
+    assert (versions["transformers"], versions["accelerate"], versions["numpy"]) == ("4.20.1", "0.20.3", "1.21.6")
+
+
+def test_a_find_links_directory_that_is_not_there_is_refused_before_pip_runs(wheels: Path) -> None:
+    """pip would only warn, and then say that there are no such wheels; the path is named instead."""
+    for place in (f"{wheels}/typo", f"file://{wheels}/typo"):
+        with pytest.raises(ResolveError, match=f"find_links: {wheels}/typo does not exist"):
+            resolve.lock_for(replace(request(wheels, "app"), find_links=(str(wheels), place)), print)
+
+
+def test_an_index_that_cannot_be_reached_is_named_with_the_remedy(wheels: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each place of the inventory, and one of pip's own configuration; passwords are not shown."""
+    monkeypatch.delenv("PIP_NO_INDEX")
+    monkeypatch.setenv("PIP_RETRIES", "0")
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        host = f"127.0.0.1:{closed.getsockname()[1]}"
+    monkeypatch.setenv("PIP_INDEX_URL", f"http://{host}/own/simple")
+    places = {"find_links": (f"http://{host}/page/",), "extra_index": (f"http://me:secret@{host}/extra",)}
+    with pytest.raises(ResolveError) as refused:
+        resolve.lock_for(replace(request(wheels, "app"), **places), print)
+    for place in ("own/simple", "page", "extra"):
+        assert f"http://{host}/{place} (Connection refused)" in refused.value.message
+    assert "find_links: [DIR]" in refused.value.advice and "secret" not in refused.value.message
+
+
+def test_bindings_that_no_reachable_place_has_are_explained(wheels: Path) -> None:
+    """oneccl_bind_pt is not on the main index, which is the likely reason."""
+    with pytest.raises(ResolveError, match=r"oneccl_bind_pt==2\.8\.0") as refused:
+        resolve.lock_for(request(wheels, "oneccl_bind_pt==2.8.0"), print)
+    assert "Intel's indexes" in refused.value.advice and "stack.find_links" in refused.value.advice

@@ -37,7 +37,7 @@ def test_the_oldest_glibc_decides() -> None:
 
 def test_mixed_interpreters_are_refused_with_the_list() -> None:
     """Pickles and wheels must match, so every node needs the same minor version."""
-    with pytest.raises(ProvisionError, match=r"a 3\.11, b 3\.9"):
+    with pytest.raises(ProvisionError, match=r"a Python 3\.11, b Python 3\.9"):
         plan_stack(Stack(), [node("a"), node("b", python="3.9.1")])
 
 
