@@ -215,7 +215,7 @@ def _unreachable(log: Path, request: StackRequest) -> list[str]:
             index = plain.rstrip("/").rpartition("/")[0]
             reason = re.search(r"\[Errno -?\d+\] ([^')\"]+)", why)
             place = next((place for place in places if f"{plain}/".startswith(f"{place}/")), index)
-            found.setdefault(place, reason.group(1) if reason else why[:100])
+            found.setdefault(place, (reason.group(1) if reason else why[:100]).removesuffix(" - skipping"))
     return [f"{place} ({why})" for place, why in found.items()]
 
 
