@@ -27,7 +27,7 @@ from orchestrator.planning.checks import findings
 from orchestrator.planning.compat import StackChoice
 from orchestrator.planning.inventory_text import parse_inventory
 from orchestrator.planning.launch import LaunchPlan, LaunchRequest, plan_launch
-from orchestrator.planning.network import NetworkChoice, NetworkNode, choose_network
+from orchestrator.planning.network import NetworkChoice, network_of
 from orchestrator.planning.preflight import Finding
 from orchestrator.planning.roots import distinct_roots
 from orchestrator.planning.verdict import judge
@@ -51,8 +51,8 @@ def up(inventory: Inventory, emit: Emit, *, detach: bool, log_dir: str | None, l
     """Probe, provision, sync, launch, and follow to the end; None where the run was left to itself (`detach`)."""
     files = collect(inventory.job)
     with connected(inventory) as fleet:
-        nodes, stack = _ready(fleet, inventory, emit, files, locked)
-        plan = _plan(fleet, inventory, nodes, stack.lock, stack.choice, files, launch.new_run_id(inventory.cluster))
+        nodes, network, stack = _ready(fleet, inventory, emit, files, locked)
+        plan = _plan(fleet, inventory, nodes, network, stack.lock, stack.choice, files, launch.new_run_id(inventory.cluster))
         _announce(plan, stack, nodes, emit)
         record = RunRecord(plan.run_id, log_dir)
         label = _label(inventory, plan, stack.lock)
@@ -76,7 +76,9 @@ def dry_run(inventory: Inventory, emit: Emit, *, locked: LockFile | None = None)
         lacking = [node.name for node in nodes if lock.digest not in node.state.envs or files.digest not in node.state.jobs]
         if lacking:
             emit(Notice(text=f"not yet ready: {', '.join(lacking)}; `cluster-train provision` makes them so"))
-        return _plan(fleet, inventory, nodes, lock, choice, files, launch.new_run_id(inventory.cluster))
+        return _plan(
+            fleet, inventory, nodes, network_of(inventory, nodes), lock, choice, files, launch.new_run_id(inventory.cluster)
+        )
 
 
 def prepare(inventory: Inventory, emit: Emit, *, locked: LockFile | None = None, repair: bool = False) -> Provisioned:
@@ -90,7 +92,7 @@ def prepare(inventory: Inventory, emit: Emit, *, locked: LockFile | None = None,
     with connected(inventory) as fleet:
         if repair:
             _repair(fleet, inventory, emit, locked)
-        return _ready(fleet, inventory, emit, files, locked)[1]
+        return _ready(fleet, inventory, emit, files, locked)[-1]
 
 
 def check(inventory: Inventory, emit: Emit, *, locked: LockFile | None = None) -> Verified:
@@ -167,7 +169,7 @@ def doctor(inventory: Inventory, emit: Emit) -> tuple[Finding, ...]:
         nodes = _probed(fleet, inventory, emit)
         found = list(findings(nodes, time.time()))
         try:
-            emit(Step(text=_network(inventory, nodes).reason))
+            emit(Step(text=network_of(inventory, nodes).reason))
         except PreflightError as error:
             name = fleet.head.node
             problem = Finding(severity="error", node=name, what="no network", evidence=error.message, remedy=error.advice)
@@ -252,20 +254,15 @@ def stop(inventory: Inventory, run_id: str | None, emit: Emit) -> dict[str, Any]
 
 def _ready(
     fleet: Fleet, inventory: Inventory, emit: Emit, files: JobFiles | None, locked: LockFile | None = None
-) -> tuple[tuple[NodeFacts, ...], Provisioned]:
-    """Nodes that have the environment, accept the head's key, and hold the job's files."""
+) -> tuple[tuple[NodeFacts, ...], NetworkChoice, Provisioned]:
+    """Nodes that have the environment, accept the head's key, and hold the job's files; their network, their stack."""
     nodes = _probed(fleet, inventory, emit)
-    network = _network(inventory, nodes)
+    network = network_of(inventory, nodes)
     trust.authorize_head(fleet, nodes, network.endpoints, emit)
     stack = provision(fleet, inventory, nodes, emit, locked, network.endpoints)
     if files:
         sync(fleet, nodes, files, emit)
-    return nodes, stack
-
-
-def _network(inventory: Inventory, nodes: Sequence[NodeFacts]) -> NetworkChoice:
-    hosts = {node.name: inventory.login(node).host for node in inventory.nodes}
-    return choose_network([NetworkNode(name=node.name, facts=node, host=hosts[node.name]) for node in nodes], inventory.network)
+    return nodes, network, stack
 
 
 def _probed(fleet: Fleet, inventory: Inventory, emit: Emit) -> tuple[NodeFacts, ...]:
@@ -287,6 +284,7 @@ def _plan(
     fleet: Fleet,
     inventory: Inventory,
     nodes: Sequence[NodeFacts],
+    network: NetworkChoice,
     lock: Lock,
     choice: StackChoice,
     files: JobFiles,
@@ -297,6 +295,7 @@ def _plan(
         LaunchRequest(
             inventory=inventory,
             nodes=nodes,
+            network=network,
             lock=lock,
             choice=choice,
             agent_dir=f"{nodes[0].root}/agent/{agent.digest()}",

@@ -103,9 +103,10 @@ def provision(
     lock, choice = choose(inventory, nodes, emit, locked=locked)
     lacking = _lacking(fleet, nodes, lock, emit)
     refuse(unfit_for(lock, lacking.values(), lambda wheel: wheel_path(wheel).stat().st_size))
-    to_send = dict.fromkeys(wheel for node in lacking.values() for wheel in missing_wheels(lock, node))
+    missing = {name: missing_wheels(lock, node) for name, node in lacking.items()}
+    to_send = dict.fromkeys(wheel for wheels in missing.values() for wheel in wheels)
     sound_wheels(list(to_send), plan_stack(inventory.stack, nodes), lambda text: emit(Step(text=text)))
-    cargo = {name: cargo_of(node, missing_wheels(lock, node)) for name, node in lacking.items()}
+    cargo = {name: cargo_of(node, missing[name]) for name, node in lacking.items()}
     carrier = Carrier(fleet, inventory, nodes, endpoints, cargo, emit)
 
     def provision_one(transport: Transport) -> Change:

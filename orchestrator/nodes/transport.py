@@ -145,16 +145,6 @@ def parse_json(transport: Transport, argv: Sequence[str], data: bytes) -> dict[s
     return document
 
 
-def lines(channel: Channel, timeout_s: float) -> Iterator[bytes]:
-    """The lines of a channel's stdout as they come, without newlines; raises as `Channel.read` does."""
-    rest = b""
-    while data := channel.read(timeout_s):
-        *whole, rest = (rest + data).split(b"\n")
-        yield from whole
-    if rest:
-        yield rest
-
-
 def failure_of(node: str, error: Exception) -> ClusterTrainError:
     """Any exception of a node's thread as one of ours that names the node."""
     if isinstance(error, ClusterTrainError):

@@ -14,7 +14,7 @@ from orchestrator.planning.arguments import Translation, translate, with_precisi
 from orchestrator.planning.compat import StackChoice
 from orchestrator.planning.hops import hops_from_head, known_hosts, ssh_config, wrapper
 from orchestrator.planning.mpirun import LAUNCH_VARIABLE, PROGRAM, STOP_SIGNAL, Flavour, MpiCommand, MpiRequest, mpi_command
-from orchestrator.planning.network import NetworkChoice, NetworkNode, choose_network
+from orchestrator.planning.network import NetworkChoice
 from orchestrator.planning.placement import PlacementNode, place, ranks_per_node
 from orchestrator.specs.facts import NodeFacts
 from orchestrator.specs.inventory import Inventory
@@ -33,6 +33,7 @@ class LaunchRequest:
 
     Args:
         nodes: facts in the inventory's order, the head first.
+        network: where the ranks talk, and each node's address there.
         lock, choice: the stack in the environment.
         agent_dir: absolute path of our scripts on the nodes.
         job_dir: absolute path of the script's directory on the nodes; `script` is relative to it.
@@ -45,6 +46,7 @@ class LaunchRequest:
 
     inventory: Inventory
     nodes: Sequence[NodeFacts]
+    network: NetworkChoice
     lock: Lock
     choice: StackChoice
     agent_dir: str
@@ -101,10 +103,7 @@ class LaunchPlan:
 def plan_launch(request: LaunchRequest) -> LaunchPlan:
     """Decide everything about a launch; raises PreflightError when it could not work."""
     inventory, nodes = request.inventory, request.nodes
-    logins = {node.name: inventory.login(node) for node in inventory.nodes}
-    network = choose_network(
-        [NetworkNode(name=node.name, facts=node, host=logins[node.name].host) for node in nodes], inventory.network
-    )
+    network = request.network
     slots = {node.name: node.slots for node in inventory.nodes}
     placed = place(
         [PlacementNode(facts=node, slots=slots[node.name]) for node in nodes],

@@ -21,6 +21,7 @@ from typing import TypeAlias
 
 from orchestrator.errors import InventoryError, PreflightError
 from orchestrator.specs.facts import InterfaceFacts, NodeFacts
+from orchestrator.specs.inventory import Inventory
 from orchestrator.specs.run import Endpoint
 
 _Address: TypeAlias = IPv4Address | IPv6Address
@@ -98,6 +99,12 @@ class _Candidate:
             -self.network.prefixlen,
             int(self.network.network_address),
         )
+
+
+def network_of(inventory: Inventory, nodes: Sequence[NodeFacts]) -> NetworkChoice:
+    """`choose_network` for the nodes of an inventory, which may name the network; raises as that does."""
+    hosts = {node.name: inventory.login(node).host for node in inventory.nodes}
+    return choose_network([NetworkNode(name=node.name, facts=node, host=hosts[node.name]) for node in nodes], inventory.network)
 
 
 def choose_network(nodes: Sequence[NetworkNode], wanted: str | None) -> NetworkChoice:

@@ -15,6 +15,7 @@ import pytest
 from orchestrator.errors import PreflightError
 from orchestrator.planning.compat import choose_stack
 from orchestrator.planning.launch import LaunchPlan, LaunchRequest, encode_launch, plan_launch
+from orchestrator.planning.network import network_of
 from orchestrator.planning.script import by_hand, placement_table, ranges
 from orchestrator.specs.facts import InterfaceFacts, MachineId, NodeFacts
 from orchestrator.specs.inventory import Inventory
@@ -55,7 +56,7 @@ def lock() -> Lock:
     return Lock(requirements=(), target="cp311 x86_64", wheels=tuple(locked), installer=None)
 
 
-def launch(nodes: list[NodeFacts], job: dict[str, Any] | None = None, script_text: str = "", **options: Any) -> LaunchPlan:
+def request(nodes: list[NodeFacts], job: dict[str, Any] | None = None, script_text: str = "", **options: Any) -> LaunchRequest:
     inventory = Inventory.model_validate(
         {
             "nodes": [{"name": node.name, "host": node.interfaces[0].addresses[0].split("/")[0]} for node in nodes],
@@ -63,22 +64,25 @@ def launch(nodes: list[NodeFacts], job: dict[str, Any] | None = None, script_tex
             **options,
         }
     )
-    return plan_launch(
-        LaunchRequest(
-            inventory=inventory,
-            nodes=nodes,
-            lock=lock(),
-            choice=choose_stack(inventory.stack, python_version="3.11", machine="x86_64"),
-            agent_dir="/home/trainer/.cluster-train/agent/a1",
-            job_dir="/home/trainer/.cluster-train/jobs/j1",
-            script="train.py",
-            script_text=script_text,
-            run_id="20260101-000000-lab-0000",
-            host_keys={node.name: HOST_KEY for node in nodes},
-            identity="/home/trainer/.cluster-train/ssh/id_ed25519",
-            mpi=None,
-        )
+    return LaunchRequest(
+        inventory=inventory,
+        nodes=nodes,
+        network=network_of(inventory, nodes),
+        lock=lock(),
+        choice=choose_stack(inventory.stack, python_version="3.11", machine="x86_64"),
+        agent_dir="/home/trainer/.cluster-train/agent/a1",
+        job_dir="/home/trainer/.cluster-train/jobs/j1",
+        script="train.py",
+        script_text=script_text,
+        run_id="20260101-000000-lab-0000",
+        host_keys={node.name: HOST_KEY for node in nodes},
+        identity="/home/trainer/.cluster-train/ssh/id_ed25519",
+        mpi=None,
     )
+
+
+def launch(nodes: list[NodeFacts], job: dict[str, Any] | None = None, script_text: str = "", **options: Any) -> LaunchPlan:
+    return plan_launch(request(nodes, job, script_text, **options))
 
 
 def test_two_dual_socket_machines_get_the_guides_own_launch() -> None:
@@ -167,7 +171,7 @@ def test_a_second_node_without_a_known_host_key_is_refused() -> None:
     nodes = [machine(EPYC, 0), machine(EPYC, 1)]
     with pytest.raises(PreflightError, match="reached without SSH"):
         plan_launch(
-            replace(_request(nodes), host_keys={"node0": HOST_KEY, "node1": None}),
+            replace(request(nodes), host_keys={"node0": HOST_KEY, "node1": None}),
         )
 
 
@@ -194,31 +198,9 @@ def test_the_effect_of_setvars_is_below_all_else() -> None:
         variables={"CCL_ROOT": "/e", "CCL_WORKER_COUNT": "7", "FI_PROVIDER_PATH": "/e/prov"},
         prepended={"LD_LIBRARY_PATH": "/e/lib", "CPATH": "/e/include"},
     )
-    request = _request([machine(EPYC, 0)])
-    job = {"script": "train.py", "env": {"FI_PROVIDER_PATH": "/mine", "CPATH": "/my/include"}}
-    inventory = Inventory.model_validate({"nodes": [{"name": "node0", "host": "10.0.0.10"}], "job": job})
-    document = plan_launch(replace(request, inventory=inventory, setvars=effect)).document
+    env = {"FI_PROVIDER_PATH": "/mine", "CPATH": "/my/include"}
+    document = plan_launch(replace(request([machine(EPYC, 0)], {"env": env}), setvars=effect)).document
     assert document["env"] | {"CCL_ROOT": "/e", "CCL_WORKER_COUNT": "1", "FI_PROVIDER_PATH": "/mine"} == document["env"]
     assert document["prepend"] == {"LD_LIBRARY_PATH": "/e/lib"}
     assert effect.names == ("CCL_ROOT", "CCL_WORKER_COUNT", "CPATH", "FI_PROVIDER_PATH", "LD_LIBRARY_PATH")
     assert launch([machine(EPYC, 0)]).document["prepend"] == {}
-
-
-def _request(nodes: list[NodeFacts]) -> LaunchRequest:
-    inventory = Inventory.model_validate(
-        {"nodes": [{"name": node.name, "host": node.interfaces[0].addresses[0].split("/")[0]} for node in nodes]}
-    )
-    return LaunchRequest(
-        inventory=inventory,
-        nodes=nodes,
-        lock=lock(),
-        choice=choose_stack(inventory.stack, python_version="3.11", machine="x86_64"),
-        agent_dir="/a",
-        job_dir="/j",
-        script="train.py",
-        script_text="",
-        run_id="1",
-        host_keys={node.name: HOST_KEY for node in nodes},
-        identity=None,
-        mpi=None,
-    )
