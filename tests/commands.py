@@ -12,6 +12,7 @@ from typing import Any
 REPOSITORY = Path(__file__).resolve().parent.parent
 COMMAND = Path(sys.executable).with_name("cluster-train")
 COMMAND_LIMIT_S = 900
+BORROWED = ("envs", "wheelhouse", "bin")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,3 +48,10 @@ class LocalStack:
     def python(self) -> Path:
         """The environment's interpreter; `mpiexec.hydra` lies beside it."""
         return self.root / "envs" / self.digest / "bin" / "python"
+
+    def borrowed(self, root: Path) -> Path:
+        """A new root that finds this stack through links: nothing is installed twice for a test."""
+        root.mkdir()
+        for name in BORROWED:
+            (root / name).symlink_to(self.root / name)
+        return root

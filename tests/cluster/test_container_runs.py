@@ -15,6 +15,7 @@ from commands import REPOSITORY, ClusterTrain, Ran
 from containers import ContainerCluster
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jobs import FAILS_ON_RANK_2, SAVES_AT_THE_END, script
 
 pytestmark = pytest.mark.stack
 
@@ -36,20 +37,6 @@ HELLO = """
 import os, socket, time
 print(os.environ["RANK"], "of", os.environ["WORLD_SIZE"], socket.gethostname())
 time.sleep(0.5)
-"""
-SAVES_AT_THE_END = """
-import signal, sys, time
-signal.signal(signal.SIGTERM, lambda *_: (print("saved"), sys.exit(0)))
-for tick in range(600):
-    print("tick", tick)
-    time.sleep(0.1)
-"""
-FAILS_ON_RANK_2 = """
-import os, sys, time
-if os.environ["RANK"] == "2":
-    print("last words", file=sys.stderr)
-    sys.exit(3)
-time.sleep(300)
 """
 # Prints what arrived as JSON, in which every byte of an argument or value survives (surrogateescape).
 ECHO = """
@@ -75,12 +62,6 @@ def inventory(container_cluster: ContainerCluster, tmp_path: Path) -> WriteInven
 @pytest.fixture(scope="session")
 def root(container_cluster: ContainerCluster) -> str:
     return f"/home/{container_cluster.user}/.cluster-train"
-
-
-def script(tmp_path: Path, text: str) -> str:
-    path = tmp_path / "train.py"
-    path.write_text(text)
-    return str(path)
 
 
 def ours(cluster: ContainerCluster) -> list[str]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from commands import REPOSITORY, ClusterTrain, LocalStack
+from commands import BORROWED, REPOSITORY, ClusterTrain, LocalStack
 
 pytestmark = pytest.mark.stack
 
@@ -17,10 +17,7 @@ HELLO = "import os; print('hello from', os.environ['RANK'], 'of', os.environ['WO
 @pytest.fixture
 def inventory(tmp_path: Path, local_stack: LocalStack) -> Path:
     """This machine with a root of this test's own, in which the installed stack is found."""
-    root = tmp_path / "root"
-    root.mkdir()
-    for name in ("envs", "wheelhouse", "bin"):
-        (root / name).symlink_to(local_stack.root / name)
+    root = local_stack.borrowed(tmp_path / "root")
     content = yaml.safe_load((REPOSITORY / "inventories" / "local.yml").read_text())
     path = tmp_path / "local.yml"
     path.write_text(yaml.safe_dump({**content, "root": str(root), "job": {"ppn": 2}}))
@@ -44,7 +41,7 @@ def test_doctor_and_teardown(cluster_train: ClusterTrain, inventory: Path, tmp_p
     """doctor finds no error on a machine that just trained; teardown removes what is below the root, through no link."""
     assert cluster_train("doctor", inventory, "--json").exit_code == 0
     root = tmp_path / "root"
-    for name in ("envs", "wheelhouse", "bin"):
+    for name in BORROWED:
         (root / name).unlink()
     assert (root / "agent").is_dir()
     assert cluster_train("teardown", inventory, "--yes").exit_code == 0

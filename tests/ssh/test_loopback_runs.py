@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import yaml
 from commands import COMMAND, REPOSITORY, ClusterTrain, LocalStack, Ran
+from jobs import FAILS_ON_RANK_2, SAVES_AT_THE_END, script
 from sshd import SshdNode, SshdNodes
 
 pytestmark = pytest.mark.stack
@@ -21,26 +22,12 @@ pytestmark = pytest.mark.stack
 LIMIT_S = 60.0
 
 HELLO = "import os; print('hello from', os.environ['RANK'], 'of', os.environ['WORLD_SIZE'], os.environ['CLUSTER_TRAIN_NODE'])"
-FAILS_ON_RANK_2 = """
-import os, sys, time
-if os.environ["RANK"] == "2":
-    print("last words", file=sys.stderr)
-    sys.exit(3)
-time.sleep(300)
-"""
 BYTES = r"""
 import os, sys
 out = os.fdopen(1, "wb")
 out.write(b"10%\r50%\r100%\n\xff\xfe broken\n")
 out.write(b"".join(b"line %d of rank " % i + os.environb[b"RANK"] + b"\n" for i in range(5000)))
 print("warning", file=sys.stderr)
-"""
-SAVES_AT_THE_END = """
-import signal, sys, time
-signal.signal(signal.SIGTERM, lambda *_: (print("saved"), sys.exit(0)))
-for tick in range(600):
-    print("tick", tick)
-    time.sleep(0.1)
 """
 IGNORES_SIGTERM = """
 import signal, time
@@ -65,11 +52,7 @@ def nodes(session_sshd_factory: SshdNodes) -> list[SshdNode]:
 @pytest.fixture
 def root(tmp_path: Path, local_stack: LocalStack) -> Path:
     """A root of this test's own that finds the installed stack: nothing is installed twice for a test."""
-    made = tmp_path / "root"
-    made.mkdir()
-    for name in ("envs", "wheelhouse", "bin"):
-        (made / name).symlink_to(local_stack.root / name)
-    return made
+    return local_stack.borrowed(tmp_path / "root")
 
 
 @pytest.fixture
@@ -91,12 +74,6 @@ def inventory(tmp_path: Path, root: Path, nodes: list[SshdNode]) -> Callable[...
         return path
 
     return write
-
-
-def script(tmp_path: Path, text: str) -> str:
-    path = tmp_path / "train.py"
-    path.write_text(text)
-    return str(path)
 
 
 def lines_of(ran: Ran) -> list[str]:
