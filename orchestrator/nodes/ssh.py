@@ -104,8 +104,21 @@ class SshChannel:
         self._channel.close()
 
 
+class _Encrypted(paramiko.Transport):
+    """Paramiko's transport with AES-GCM tried first: half the processor time of AES-CTR and HMAC, which it prefers; no CBC."""
+
+    _preferred_ciphers = (
+        "aes128-gcm@openssh.com",
+        "aes256-gcm@openssh.com",
+        "aes128-ctr",
+        "aes192-ctr",
+        "aes256-ctr",
+    )
+
+
 def _connection(login: Login, options: SshOptions) -> fabric.Connection:
     arguments: dict[str, Any] = {
+        "transport_factory": _Encrypted,
         "banner_timeout": options.connect_timeout,
         "auth_timeout": options.connect_timeout,
     }
