@@ -44,15 +44,17 @@ def main(arguments):
 
 def unpack(archive, directory, check_sha256, report):
     """Extract a tar stream below `directory`; raises ValueError for an entry that must not be unpacked."""
-    current, partial = None, None
+    current, partial, hashes = None, None, []
     try:
         for member in archive:
             top = top_level(member)
             if top != current:
-                finish(directory, current, partial, check_sha256, report)
-                current, partial = top, new_partial(directory, top)
-            extract(archive, member, partial)
-        finish(directory, current, partial, check_sha256, report)
+                finish(directory, current, partial, report)
+                current, partial, hashes = top, new_partial(directory, top), []
+            hashes += extract(archive, member, partial)
+            if check_sha256:
+                verify(member, hashes)
+        finish(directory, current, partial, report)
         partial = None
     finally:
         if partial:
@@ -126,27 +128,30 @@ def age_s(path):
 
 
 def extract(archive, member, partial):
+    """Write one member; the SHA-256 of what was written if it is a file, as a list."""
     target = os.path.join(partial, *member.name.split("/"))
     if member.isdir():
         os.makedirs(target, exist_ok=True)
-        return
+        return []
     parent = os.path.dirname(target)
     if not os.path.isdir(parent):
         os.makedirs(parent)
+    content, digest = archive.extractfile(member), hashlib.sha256()
     with open(target, "wb") as out:
-        shutil.copyfileobj(archive.extractfile(member), out, 1 << 20)
+        for block in iter(lambda: content.read(1 << 20), b""):
+            out.write(block)
+            digest.update(block)
     if os.path.getsize(target) != member.size:
         raise ValueError("cut short: {!r}".format(member.name))
     os.chmod(target, member.mode & 0o777)
+    return [digest.hexdigest()]
 
 
-def finish(directory, top, partial, check_sha256, report):
+def finish(directory, top, partial, report):
     """Give a complete entry its name; another process may have been first, which is as good."""
     if top is None:
         return
     made, final = os.path.join(partial, top), os.path.join(directory, top)
-    if check_sha256:
-        verify(made)
     if os.path.lexists(final):
         report["kept"].append(top)
     else:
@@ -160,15 +165,10 @@ def finish(directory, top, partial, check_sha256, report):
     shutil.rmtree(partial, ignore_errors=True)
 
 
-def verify(made):
-    """Raise ValueError unless `made` is a directory named by the SHA-256 of the one file in it."""
-    (name,) = os.listdir(made)
-    digest = hashlib.sha256()
-    with open(os.path.join(made, name), "rb") as wheel:
-        for block in iter(lambda: wheel.read(1 << 20), b""):
-            digest.update(block)
-    if digest.hexdigest() != os.path.basename(made):
-        raise ValueError("{} arrived damaged: its SHA-256 is {}".format(name, digest.hexdigest()))
+def verify(member, hashes):
+    """Raise ValueError unless an entry's files so far are the one that the entry is named by."""
+    if hashes and hashes != [member.name.split("/")[0]]:
+        raise ValueError("{} arrived damaged: its SHA-256 is {}".format(os.path.basename(member.name), hashes[-1]))
 
 
 if __name__ == "__main__":
