@@ -17,6 +17,7 @@ from orchestrator.actions.lockfile import LockFile
 from orchestrator.actions.probe import interpreter, probe
 from orchestrator.actions.provision import Provisioned, choose, provision
 from orchestrator.actions.prune import Unused, remove, survey, to_keep
+from orchestrator.actions.recall import recall, remember
 from orchestrator.actions.record import RECORD, RunRecord, records
 from orchestrator.actions.setvars import setvars_effect
 from orchestrator.actions.sync import JobFiles, collect, job_dir, sync
@@ -92,7 +93,13 @@ def prepare(inventory: Inventory, emit: Emit, *, locked: LockFile | None = None,
     with connected(inventory) as fleet:
         if repair:
             _repair(fleet, inventory, emit, locked)
-        return _ready(fleet, inventory, emit, files, locked)[-1]
+        elif stack := _still_ready(fleet, inventory, emit, files, locked):
+            return stack
+        nodes, network, stack = _ready(fleet, inventory, emit, files, locked)
+        if not _is_all_there(fleet, nodes, network, stack.lock, files):  # as they were before
+            nodes = probe(fleet, inventory)
+        remember(fleet, inventory, nodes)
+        return stack
 
 
 def check(inventory: Inventory, emit: Emit, *, locked: LockFile | None = None) -> Verified:
@@ -265,8 +272,38 @@ def _ready(
     return nodes, network, stack
 
 
+def _still_ready(
+    fleet: Fleet, inventory: Inventory, emit: Emit, files: JobFiles | None, locked: LockFile | None
+) -> Provisioned | None:
+    """The stack, where everything is on the nodes and nothing was touched since that was seen; None where that is not so."""
+    nodes = recall(fleet, inventory)
+    if nodes is None:
+        return None
+    events: list[Event] = []
+    lock, choice = choose(inventory, nodes, events.append, fetch="never", locked=locked)
+    if not _is_all_there(fleet, nodes, network_of(inventory, nodes), lock, files):
+        return None
+    _tell(fleet, nodes, emit)
+    for event in events:
+        emit(event)
+    emit(Step(text=f"environment {lock.digest} is on every node, and nothing was touched there: nothing to do"))
+    return Provisioned(lock=lock, choice=choice, changes=())
+
+
+def _is_all_there(fleet: Fleet, nodes: Sequence[NodeFacts], network: NetworkChoice, lock: Lock, files: JobFiles | None) -> bool:
+    """Whether, by these facts, every node has the environment and the job's files, and lets the head in."""
+    have_files = files is None or all(files.digest in node.state.jobs for node in nodes)
+    have_environment = all(lock.digest in node.state.envs for node in nodes)
+    return have_files and have_environment and not trust.unauthorized(fleet, nodes, network.endpoints)
+
+
 def _probed(fleet: Fleet, inventory: Inventory, emit: Emit) -> tuple[NodeFacts, ...]:
     nodes = probe(fleet, inventory)
+    _tell(fleet, nodes, emit)
+    return nodes
+
+
+def _tell(fleet: Fleet, nodes: Sequence[NodeFacts], emit: Emit) -> None:
     for node in nodes:
         cores = len({cpu.core for cpu in node.cpu.logical})
         sockets = len({cpu.socket for cpu in node.cpu.logical})
@@ -277,7 +314,6 @@ def _probed(fleet: Fleet, inventory: Inventory, emit: Emit) -> tuple[NodeFacts, 
                 text=f"{node.hostname}, {sockets} sockets, {cores} cores, Python {node.python.version}, {way}",
             )
         )
-    return nodes
 
 
 def _plan(

@@ -50,6 +50,14 @@ def wheel_path(wheel: LockedWheel) -> Path:
     return cache_dir() / "wheels" / wheel.sha256 / wheel.filename
 
 
+def write_cached(path: Path, text: str) -> None:
+    """Replace a file of the cache as a whole."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix(f".{os.getpid()}.part")
+    temporary.write_text(text)
+    temporary.replace(path)
+
+
 def lock_for(request: StackRequest, say: Callable[[str], None], *, fetch: bool = True) -> Lock:
     """The lock that answers a request, with `fetch` its wheels in the cache; resolved anew only when there is none yet.
 
@@ -63,7 +71,7 @@ def lock_for(request: StackRequest, say: Callable[[str], None], *, fetch: bool =
     if fetch:
         have_wheels(lock, request, say)
     if lock != stored:
-        _write(path, json.dumps(lock.to_json(), indent=1))
+        write_cached(path, json.dumps(lock.to_json(), indent=1))
     return lock
 
 
@@ -252,10 +260,3 @@ def _explained(stderr: str, unreachable: Sequence[str], target: Target) -> Resol
     else:
         advice = "relax or correct the versions in the inventory's `stack`; only wheels are taken, never source packages"
     return ResolveError(told, advice=advice)
-
-
-def _write(path: Path, text: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(f".{os.getpid()}.part")
-    temporary.write_text(text)
-    temporary.replace(path)

@@ -32,12 +32,12 @@ def authorize_head(fleet: Fleet, nodes: Sequence[NodeFacts], endpoints: Sequence
 
     No private key ever travels. Nodes that accept it already are left alone.
     """
-    if len(nodes) == 1 or fleet.head.is_local:
+    lacking = unauthorized(fleet, nodes, endpoints)
+    if not lacking:
         return
     head, address = nodes[0], endpoints[0].address
     public = head.cluster_key or _make_key(fleet.head, head)
-    comment = f"cluster-train:{hashlib.sha256(public.encode()).hexdigest()[:16]}:{address}"
-    lacking = {node.name: node for node in nodes[1:] if comment not in node.authorized}
+    comment = _comment(public, address)
 
     def allow(transport: Transport) -> None:
         node = lacking[transport.node]
@@ -46,6 +46,20 @@ def authorize_head(fleet: Fleet, nodes: Sequence[NodeFacts], endpoints: Sequence
         emit(Step(node=node.name, text=f"accepts the cluster's key from {head.name} ({address})"))
 
     fleet.each(allow, lacking)
+
+
+def unauthorized(fleet: Fleet, nodes: Sequence[NodeFacts], endpoints: Sequence[Endpoint]) -> dict[str, NodeFacts]:
+    """The nodes that do not let the head in yet; none where the head is us, or alone."""
+    if len(nodes) == 1 or fleet.head.is_local:
+        return {}
+    public = nodes[0].cluster_key
+    comment = _comment(public, endpoints[0].address) if public else None
+    return {node.name: node for node in nodes[1:] if comment not in node.authorized}
+
+
+def _comment(public: str, address: str) -> str:
+    """What stands beside the head's key in authorized_keys: which key it is, and from where it is accepted."""
+    return f"cluster-train:{hashlib.sha256(public.encode()).hexdigest()[:16]}:{address}"
 
 
 def _make_key(transport: Transport, head: NodeFacts) -> str:

@@ -1,0 +1,109 @@
+"""What the nodes were like when all was ready on them, believed again as long as nothing there was touched since.
+
+Asking a node anew starts Python there; whether anything was touched is one `stat` of the files and directories that the
+earlier answer came from. It is no more than a shortcut to "nothing to do": whoever finds something to do asks anew.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from pydantic import TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass
+
+from orchestrator.actions import agent
+from orchestrator.actions.probe import interpreter
+from orchestrator.actions.resolve import cache_dir, write_cached
+from orchestrator.errors import ClusterTrainError
+from orchestrator.nodes.fleet import Fleet
+from orchestrator.nodes.transport import Transport, run
+from orchestrator.specs.facts import NodeFacts
+from orchestrator.specs.inventory import Inventory, Node
+
+LOOK_TIMEOUT_S = 30
+SOME_MISSING = 1  # the exit code of `stat`
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recollection:
+    """One node as it was.
+
+    Args:
+        paths: where its facts came from.
+        seen: what `stat` said of those paths.
+    """
+
+    facts: NodeFacts
+    paths: tuple[str, ...]
+    seen: str
+
+
+def recall(fleet: Fleet, inventory: Inventory) -> tuple[NodeFacts, ...] | None:
+    """The facts of all nodes as they were, in the inventory's order; None where one is not known or was touched since."""
+    kept = {node.name: _stored(_file(inventory, node)) for node in inventory.nodes}
+    known = {name: recollection for name, recollection in kept.items() if recollection}
+    if len(known) < len(kept):
+        return None
+
+    def is_untouched(transport: Transport) -> bool:
+        recollection = known[transport.node]
+        return _look(transport, recollection.paths) == recollection.seen
+
+    try:
+        untouched = all(fleet.each(is_untouched).values())
+    except ClusterTrainError:
+        return None  # whoever asks in full will say what is wrong
+    return tuple(recollection.facts for recollection in known.values()) if untouched else None
+
+
+def remember(fleet: Fleet, inventory: Inventory, nodes: Sequence[NodeFacts]) -> None:
+    """Keep the facts of nodes on which all is ready, as they are now."""
+    facts = {node.name: node for node in nodes}
+
+    def see(transport: Transport) -> Recollection | None:
+        paths = _paths(facts[transport.node])
+        seen = _look(transport, paths)
+        return Recollection(facts=facts[transport.node], paths=paths, seen=seen) if seen else None
+
+    for node, recollection in zip(inventory.nodes, fleet.each(see).values(), strict=True):
+        if recollection:
+            write_cached(_file(inventory, node), _adapter().dump_json(recollection).decode())
+
+
+def _paths(node: NodeFacts) -> tuple[str, ...]:
+    """What a change of these facts would touch: directories that gain or lose an entry, and files that are replaced."""
+    root = node.root
+    held = [f"{root}/{name}" for name in ("agent", "envs", "jobs", "wheelhouse")]
+    complete = [f"{root}/envs/{digest}/complete.json" for digest in node.state.envs]
+    keys = [f"{node.home}/.ssh/authorized_keys"] if node.authorized else []
+    key = [f"{root}/ssh/id_ed25519"] if node.cluster_key else []
+    # Replaced with the system's libraries, glibc among them; its boot names the machine.
+    system = [node.python.executable, "/etc/ld.so.cache", "/proc/1"]
+    return (*held, *complete, *keys, *key, *system)
+
+
+def _look(transport: Transport, paths: Sequence[str]) -> str:
+    """`stat` of the paths that are there: name, device, inode, size and time of the last change; empty where it cannot tell."""
+    done = run(transport, ["stat", "-L", "-c", "%n %d %i %s %.9Y", "--", *paths], idle_timeout_s=LOOK_TIMEOUT_S)
+    return done.stdout.decode(errors="replace") if done.exit_code in (0, SOME_MISSING) else ""
+
+
+def _file(inventory: Inventory, node: Node) -> Path:
+    """One file for each way to reach a root with the same scripts and interpreter."""
+    login = inventory.login(node)
+    way = [login.user, login.host, login.port, login.via, inventory.root, interpreter(inventory), agent.digest()]
+    return cache_dir() / "nodes" / f"{hashlib.sha256(json.dumps(way).encode()).hexdigest()[:16]}.json"
+
+
+def _stored(path: Path) -> Recollection | None:
+    try:
+        return _adapter().validate_json(path.read_bytes())
+    except (OSError, ValidationError):
+        return None  # none yet, or of another version
+
+
+def _adapter() -> TypeAdapter[Recollection]:
+    return TypeAdapter(Recollection)
