@@ -20,6 +20,7 @@ from orchestrator.actions.prune import Unused, remove, survey, to_keep
 from orchestrator.actions.recall import recall, remember
 from orchestrator.actions.record import RECORD, RunRecord, records
 from orchestrator.actions.setvars import setvars_effect
+from orchestrator.actions.shared_root import by_root
 from orchestrator.actions.sync import JobFiles, collect, job_dir, sync
 from orchestrator.actions.verify import Verified, take_away, verify
 from orchestrator.errors import InventoryError, PreflightError
@@ -30,7 +31,6 @@ from orchestrator.planning.inventory_text import parse_inventory
 from orchestrator.planning.launch import LaunchPlan, LaunchRequest, plan_launch
 from orchestrator.planning.network import NetworkChoice, network_of
 from orchestrator.planning.preflight import Finding
-from orchestrator.planning.roots import distinct_roots
 from orchestrator.planning.verdict import judge
 from orchestrator.specs.events import Emit, Event, Notice, Step
 from orchestrator.specs.facts import NodeFacts
@@ -122,8 +122,9 @@ def _repair(fleet: Fleet, inventory: Inventory, emit: Emit, locked: LockFile | N
     comparison = verify(fleet, inventory, nodes, lock, choice).comparison
     for drift in comparison.drift:
         emit(Step(node=drift.node, text=drift.what))
-    if to_make := [node for node in nodes if node.name in comparison.to_make]:
-        take_away(fleet, inventory, distinct_roots(to_make), lock, emit)
+    if comparison.to_make:
+        damaged = [root for root in by_root(fleet, nodes) if comparison.to_make & {node.name for node in root}]
+        take_away(fleet, inventory, damaged, lock, emit)
 
 
 def logs(
@@ -215,10 +216,11 @@ def prune(
         nodes = _probed(fleet, inventory, emit)
         lock, _ = choose(inventory, nodes, emit, fetch="never", locked=locked)
         keep = to_keep(fleet, nodes, lock, files.digest if files else None)
-        unused = survey(fleet, nodes, keep)
+        roots = by_root(fleet, nodes)
+        unused = survey(fleet, roots, keep)
         if not any(node.count for node in unused.values()) or not is_wanted(unused):
             return {name: [] for name in unused}
-        return remove(fleet, nodes, keep, emit)
+        return remove(fleet, roots, keep, emit)
 
 
 def teardown(inventory: Inventory, emit: Emit) -> dict[str, list[str]]:
@@ -236,12 +238,14 @@ def teardown(inventory: Inventory, emit: Emit) -> dict[str, list[str]]:
         # On every node, for a root in common does not mean a home in common; and while our scripts are still there.
         keys = fleet.each(lambda node: agent.call(node, inventory.root, python, "authorize.py", ["revoke"])["removed"])
         removed: dict[str, list[str]] = {node.name: [] for node in nodes}
-        for node in distinct_roots(nodes):
+        for node, *others in by_root(fleet, nodes):
             answer = agent.call(fleet.transports[node.name], node.root, python, "remove.py", [node.root])
             removed[node.name] = answer["removed"]
             emit(Step(node=node.name, text=f"removed {len(answer['removed'])} directories and {len(keys[node.name])} keys"))
             for path in answer["left"]:
                 emit(Notice(text=f"{node.name}: {path} is not ours, and stays"))
+            for other in others:
+                emit(Step(node=other.name, text=f"had its root in common with {node.name}"))
         return removed
 
 

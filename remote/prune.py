@@ -1,14 +1,16 @@
-"""Remove from this node the environments, wheels, jobs and agents that are not to be kept.
+"""Remove from this node the environments, wheels, jobs, agents and installers that are not to be kept.
 
 Usage: prune.py used ROOT COUNT      prints {"envs": [name, ...], "jobs": [...], "agents": [...]}: what the newest COUNT runs that
                                      were started from this node use, and all its runs that have not ended
        prune.py survey ROOT < keep   prints {"envs": [{"name", "size_bytes"}, ...], "wheels": ..., "jobs": ..., "agents": ...,
-                                     "freed_bytes"}: what `remove` would take away
+                                     "installers": ..., "freed_bytes"}: what `remove` would take away
+       prune.py busy ROOT < keep     prints {"envs": [name, ...], ...}: what of that processes of this machine work in
        prune.py remove ROOT < keep   prints {"removed": [path, ...], "in_use": [path, ...]}
 
-`keep` is {"envs": [name, ...], "wheels": [...], "jobs": [...], "agents": [...]}; the wheels of kept environments are kept
-too. Only what bears one of our names is ever touched, and nothing through a symbolic link. What a process works in, or
-an installer builds, is left, and named. Where an environment goes, uv's cache goes with it: its files are the same ones.
+`keep` is {"envs": [name, ...], "wheels": [...], "jobs": [...], "agents": [...], "installers": [...]}; the wheels of kept
+environments are kept too. Only what bears one of our names is ever touched, and nothing through a symbolic link. What a
+process works in, or an installer builds, is left, and named. Where an environment goes, uv's cache goes with it: its files
+are the same ones.
 """
 
 import fcntl
@@ -22,19 +24,21 @@ import repair
 import runs
 import unpack
 
-DIRECTORIES = {"envs": "envs", "wheels": "wheelhouse", "jobs": "jobs", "agents": "agent"}
+DIRECTORIES = {"envs": "envs", "wheels": "wheelhouse", "jobs": "jobs", "agents": "agent", "installers": "bin"}
 NAMES = {"envs": "[0-9a-f]{16}", "wheels": "[0-9a-f]{64}", "jobs": "[0-9a-f]{16}", "agents": "[0-9a-f]{16}"}
+NAMES["installers"] = "uv-[0-9a-f]{16}"
+COMMANDS = ("survey", "busy", "remove")
 
 
 def main(arguments):
-    """Carry out one of the three commands; 0, or 1 after saying on stderr what was wrong."""
+    """Carry out one of the four commands; 0, or 1 after saying on stderr what was wrong."""
     try:
         command, root = arguments[0], os.path.abspath(os.path.expanduser(arguments[1]))
         if command == "used":
             answer = used(root, int(arguments[2]))
         else:
             doomed = not_kept(root, json.load(sys.stdin))
-            answer = survey(root, doomed) if command == "survey" else remove(root, doomed)
+            answer = (survey, busy, remove)[COMMANDS.index(command)](root, doomed)
     except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
         sys.stderr.write("prune: {!r}\n".format(error))
         return 1
@@ -70,7 +74,9 @@ def ours(root, kind):
     if os.path.islink(directory) or not os.path.isdir(directory):
         return []
     names = [name for name in sorted(os.listdir(directory)) if re.match(NAMES[kind] + "$", name)]
-    return [name for name in names if is_real_directory(os.path.join(directory, name))]
+    is_ours = os.path.isfile if kind == "installers" else os.path.isdir
+    paths = {name: os.path.join(directory, name) for name in names}
+    return [name for name in names if is_ours(paths[name]) and not os.path.islink(paths[name])]
 
 
 def is_real_directory(path):
@@ -93,15 +99,21 @@ def survey(root, doomed):
 
 
 def measure(path, links):
-    """The bytes of all files below a path, each once; `links` counts what was seen of every file: {id: [size, links, found]}."""
+    """The bytes of a file or of all below a path, each once; `links` counts what was seen of it: {id: [size, links, found]}."""
     sizes = {}
-    for directory, _, names in os.walk(path):
-        for name in names:
-            status = os.lstat(os.path.join(directory, name))
-            identity = (status.st_dev, status.st_ino)
-            sizes[identity] = status.st_size
-            links.setdefault(identity, [status.st_size, status.st_nlink, 0])[2] += 1
+    found = [path] if os.path.isfile(path) else []
+    found += [os.path.join(directory, name) for directory, _, names in os.walk(path) for name in names]
+    for each in found:
+        status = os.lstat(each)
+        identity = (status.st_dev, status.st_ino)
+        sizes[identity] = status.st_size
+        links.setdefault(identity, [status.st_size, status.st_nlink, 0])[2] += 1
     return sum(sizes.values())
+
+
+def busy(root, doomed):
+    """What a process of this machine works in: on a disk that several share, each has to be asked."""
+    return {kind: [name for name in names if repair.users_of(path_of(root, kind, name))] for kind, names in doomed.items()}
 
 
 def remove(root, doomed):
@@ -117,6 +129,9 @@ def remove(root, doomed):
         manifest = os.path.join(root, "jobs", ".manifests", name + ".json")
         if not os.path.isdir(path_of(root, "jobs", name)) and os.path.exists(manifest):
             os.unlink(manifest)
+    link = os.path.join(root, "bin", "uv")
+    if os.path.islink(link) and not os.path.exists(link):
+        os.unlink(link)  # the next installer makes it again
     if doomed["envs"] and is_real_directory(uv_cache(root)):
         repair.remove(uv_cache(root))
     return answer

@@ -2,10 +2,10 @@
 
 Usage: repair.py ROOT < order
 
-The order: {"digest", "wheels": [sha256, ...]}. Removed are the environment; those wheels of the order that are not what their
-name says; uv's cache, whose files are hard links to those of the environments; and the unpacked uv. Each is renamed first, so
-nothing is ever seen half removed. Prints {"removed": [path, ...], "in_use": [command line, ...]}: while processes run in the
-environment, nothing is done but to name them.
+The order: {"digest", "wheels": [sha256, ...], "only_look": bool}. Removed are the environment; those wheels of the order that
+are not what their name says; uv's cache, whose files are hard links to those of the environments; and the unpacked uv. Each is
+renamed first, so nothing is ever seen half removed. Prints {"removed": [path, ...], "in_use": [command line, ...]}: while
+processes run in the environment, and where the order is only to look, nothing is removed.
 """
 
 import fcntl
@@ -23,7 +23,11 @@ def main(arguments):
     try:
         root = os.path.abspath(os.path.expanduser(arguments[0]))
         order = json.load(sys.stdin)
-        print(json.dumps(take_away(root, order["digest"], order["wheels"])))
+        if order["only_look"]:
+            answer = {"removed": [], "in_use": users_of(os.path.join(root, "envs", order["digest"]))}
+        else:
+            answer = take_away(root, order["digest"], order["wheels"])
+        print(json.dumps(answer))
     except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
         sys.stderr.write("repair: {!r}\n".format(error))
         return 1
@@ -46,8 +50,8 @@ def take_away(root, digest, wheels):
         return {"removed": [path for path in doomed if remove(path)], "in_use": []}
 
 
-def users_of(environment):
-    """The command lines of the processes on this machine that name something in the environment."""
+def users_of(path):
+    """The command lines of the processes on this machine that name the path, or something below it."""
     found = []
     for pid in [name for name in os.listdir("/proc") if name.isdigit() and int(name) != os.getpid()]:
         try:
@@ -55,7 +59,7 @@ def users_of(environment):
                 words = os.fsdecode(stream.read()).split("\0")
         except OSError:
             continue  # it has ended, or is none of ours
-        if any(word.startswith(environment + os.sep) for word in words):
+        if any(word == path or word.startswith(path + os.sep) for word in words):
             found.append(" ".join(words).strip())
     return found
 

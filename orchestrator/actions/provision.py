@@ -13,13 +13,13 @@ from orchestrator.actions.carry import Carrier, Delivery, cargo_of
 from orchestrator.actions.lockfile import LockFile
 from orchestrator.actions.probe import interpreter
 from orchestrator.actions.resolve import have_wheels, lock_for, sound_wheels, wheel_path
-from orchestrator.actions.shared_root import shared_roots
+from orchestrator.actions.shared_root import by_root
+from orchestrator.actions.verify import verify
 from orchestrator.errors import ClusterTrainError, ProvisionError
 from orchestrator.nodes.fleet import Fleet
 from orchestrator.nodes.transport import Transport, check, run
 from orchestrator.planning.compat import StackChoice
 from orchestrator.planning.preflight import refuse, unfit, unfit_for
-from orchestrator.planning.roots import distinct_roots
 from orchestrator.planning.wheels import install_plan, missing_wheels, plan_stack, refuse_other_lock
 from orchestrator.specs.events import Emit, Notice, Step
 from orchestrator.specs.facts import NodeFacts
@@ -28,6 +28,7 @@ from orchestrator.specs.lock import Lock
 from orchestrator.specs.run import Endpoint
 
 INSTALL_IDLE_TIMEOUT_S = 1200
+SEEN_WITHIN_S = 90  # a client of NFS may keep what it knows of a directory for 60 s (acdirmax)
 
 Fetch = Literal["never", "needed", "always"]
 
@@ -101,7 +102,12 @@ def provision(
     """
     refuse(unfit(nodes, time.time()))
     lock, choice = choose(inventory, nodes, emit, locked=locked)
-    lacking = _lacking(fleet, nodes, lock, emit)
+    roots = by_root(fleet, [node for node in nodes if lock.digest not in node.state.envs])
+    lacking = {first.name: first for first, *_ in roots}
+    sharing = [node for _, *others in roots for node in others]
+    for first, *others in roots:
+        for node in others:
+            emit(Step(node=node.name, text=f"has its root in common with {first.name}, where it is installed"))
     refuse(unfit_for(lock, lacking.values(), lambda wheel: wheel_path(wheel).stat().st_size))
     missing = {name: missing_wheels(lock, node) for name, node in lacking.items()}
     to_send = dict.fromkeys(wheel for wheels in missing.values() for wheel in wheels)
@@ -119,18 +125,29 @@ def provision(
             raise _as_provision_error(transport.node, error) from error
 
     changes = fleet.each(provision_one, lacking)
+    if sharing:
+        _verify_shared(fleet, inventory, sharing, lock, choice)
     if not lacking:
         emit(Step(text=f"environment {lock.digest} is on every node: nothing to install"))
     return Provisioned(lock=lock, choice=choice, changes=tuple(changes.values()))
 
 
-def _lacking(fleet: Fleet, nodes: Sequence[NodeFacts], lock: Lock, emit: Emit) -> dict[str, NodeFacts]:
-    """The nodes to work on: one of each root without the environment."""
-    lacking = [node for node in distinct_roots(nodes) if lock.digest not in node.state.envs]
-    shared = shared_roots(fleet, lacking)
-    for node, first in shared.items():
-        emit(Step(node=node, text=f"has its root in common with {first}, where it is installed"))
-    return {node.name: node for node in distinct_roots(lacking, shared)}
+def _verify_shared(fleet: Fleet, inventory: Inventory, sharing: Sequence[NodeFacts], lock: Lock, choice: StackChoice) -> None:
+    """Raise ProvisionError where an environment that another node installed in the common root is not seen, or does not work."""
+    deadline = time.monotonic() + SEEN_WITHIN_S
+    while True:
+        drift = verify(fleet, inventory, sharing, lock, choice).comparison.drift
+        if all(one.kind != "missing" for one in drift) or time.monotonic() > deadline:
+            break
+        time.sleep(1)
+    wrong = [one for one in drift if one.kind in ("missing", "damaged")]
+    if wrong:
+        raise ProvisionError(
+            "installed by another node in a common root, and not usable here:\n    "
+            + "\n    ".join(f"{one.node}: {one.what}" for one in wrong),
+            advice="the nodes need the same interpreter at the same path and alike systems: see `cluster-train provision "
+            "--check`; or name a `root` that each node has for itself",
+        )
 
 
 def _as_provision_error(node: str, error: ClusterTrainError) -> ClusterTrainError:

@@ -8,8 +8,16 @@ from collections.abc import Sequence
 from orchestrator.actions import agent
 from orchestrator.nodes.fleet import Fleet
 from orchestrator.nodes.transport import Transport
-from orchestrator.planning.roots import perhaps_shared
+from orchestrator.planning.roots import distinct_roots, perhaps_shared
 from orchestrator.specs.facts import NodeFacts
+
+
+def by_root(fleet: Fleet, nodes: Sequence[NodeFacts]) -> list[tuple[NodeFacts, ...]]:
+    """The nodes by root directory, one node for each machine that has it: what is done below a root, the first does for all."""
+    shared = shared_roots(fleet, nodes)
+    machines = distinct_roots(nodes)
+    firsts = [node for node in machines if node.name not in shared]
+    return [(first, *(node for node in machines if shared.get(node.name) == first.name)) for first in firsts]
 
 
 def shared_roots(fleet: Fleet, nodes: Sequence[NodeFacts]) -> dict[str, str]:

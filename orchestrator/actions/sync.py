@@ -15,10 +15,10 @@ from typing import Any
 from orchestrator.actions import agent
 from orchestrator.actions.carry import COPY_IDLE_TIMEOUT_S
 from orchestrator.actions.resolve import sha256_of
+from orchestrator.actions.shared_root import by_root
 from orchestrator.errors import InventoryError
 from orchestrator.nodes.fleet import Fleet
 from orchestrator.nodes.transport import CHUNK_BYTES, Transport, check, parse_json, run
-from orchestrator.planning.roots import distinct_roots
 from orchestrator.specs.events import Emit, Step
 from orchestrator.specs.facts import NodeFacts
 from orchestrator.specs.inventory import Job
@@ -81,14 +81,15 @@ def collect(job: Job) -> JobFiles:
 
 
 def sync(fleet: Fleet, nodes: Sequence[NodeFacts], files: JobFiles, emit: Emit) -> str:
-    """Put the job's directory on every node that lacks it; its absolute path, the same on all."""
-    lacking = {node.name: node for node in distinct_roots(nodes) if files.digest not in node.state.jobs}
+    """Put the job's directory below every root that lacks it; its absolute path, the same on all nodes."""
+    lacking = [node for node in nodes if files.digest not in node.state.jobs]
+    places = {first.name: first for first, *_ in by_root(fleet, lacking)}
 
     def sync_one(transport: Transport) -> None:
-        sent = _send(transport, lacking[transport.node], files)
+        sent = _send(transport, places[transport.node], files)
         emit(Step(node=transport.node, text=f"{len(sent)} of {len(files.files)} files sent, {sum(sent) / 1e6:.1f} MB"))
 
-    fleet.each(sync_one, lacking)
+    fleet.each(sync_one, places)
     return job_dir(nodes[0].root, files)
 
 

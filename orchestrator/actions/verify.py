@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from orchestrator.actions import agent, launch
@@ -52,20 +53,21 @@ def verify(fleet: Fleet, inventory: Inventory, nodes: Sequence[NodeFacts], lock:
     return Verified(lock=lock, comparison=comparison, reports={name: answer for name, (_, answer) in found.items()})
 
 
-def take_away(fleet: Fleet, inventory: Inventory, damaged: Sequence[NodeFacts], lock: Lock, emit: Emit) -> None:
-    """Remove the lock's environment from nodes where it is damaged, with all that could bring the damage back.
+def take_away(fleet: Fleet, inventory: Inventory, damaged: Sequence[Sequence[NodeFacts]], lock: Lock, emit: Emit) -> None:
+    """Remove the lock's environment from roots where it is damaged, with all that could bring the damage back.
 
     Args:
-        damaged: one node for each root directory.
+        damaged: of each root directory the nodes that have it in common.
 
     Raises PreflightError, with nothing removed there, while a run uses it.
     """
-    _refuse_while_running(fleet, inventory, damaged, lock)
-    roots = {node.name: node.root for node in damaged}
+    _refuse_while_running(fleet, inventory, [node for nodes in damaged for node in nodes], lock)
+    roots = {node.name: node.root for nodes in damaged for node in nodes}
     order = {"digest": lock.digest, "wheels": [wheel.sha256 for wheel in lock.all_wheels]}
 
-    def take_away_one(transport: Transport) -> None:
-        answer = _call(transport, roots[transport.node], inventory, "repair.py", order, REPAIR_TIMEOUT_S)
+    def call(transport: Transport, *, only_look: bool) -> None:
+        full_order = {**order, "only_look": only_look}
+        answer = _call(transport, roots[transport.node], inventory, "repair.py", full_order, REPAIR_TIMEOUT_S)
         if answer["in_use"]:
             raise PreflightError(
                 f"{transport.node}: environment {lock.digest} is in use: {answer['in_use'][0][:200]}",
@@ -74,7 +76,9 @@ def take_away(fleet: Fleet, inventory: Inventory, damaged: Sequence[NodeFacts], 
         if answer["removed"]:
             emit(Step(node=transport.node, text=f"removed {', '.join(answer['removed'])}"))
 
-    fleet.each(take_away_one, roots)
+    # Each sees the processes of its own machine alone.
+    fleet.each(partial(call, only_look=True), [node.name for _, *others in damaged for node in others])
+    fleet.each(partial(call, only_look=False), [first.name for first, *_ in damaged])
 
 
 def _refuse_while_running(fleet: Fleet, inventory: Inventory, damaged: Sequence[NodeFacts], lock: Lock) -> None:

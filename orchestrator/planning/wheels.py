@@ -125,6 +125,11 @@ def missing_wheels(lock: Lock, node: NodeFacts) -> tuple[LockedWheel, ...]:
     return tuple(wheel for wheel in lock.all_wheels if wheel.sha256 not in here)
 
 
+def unpacked_installer(lock: Lock) -> str | None:
+    """The name, below the root's bin/, of the lock's installer once remote/install.py has unpacked it."""
+    return f"{INSTALLER}-{lock.installer.sha256[:16]}" if lock.installer else None
+
+
 def install_plan(lock: Lock, choice: StackChoice, root: str, python: str) -> Mapping[str, object]:
     """The document that remote/install.py reads."""
     names = [

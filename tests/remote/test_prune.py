@@ -16,7 +16,7 @@ ENV_A, ENV_B, ENV_C = ("a" * 16, "b" * 16, "c" * 16)
 JOB_A, JOB_B = ("1" * 16, "2" * 16)
 WHEEL_A, WHEEL_B, WHEEL_C = ("a" * 64, "b" * 64, "c" * 64)
 AGENT = "d" * 16
-NOTHING: dict[str, list[str]] = {"envs": [], "wheels": [], "jobs": [], "agents": []}
+NOTHING: dict[str, list[str]] = {"envs": [], "wheels": [], "jobs": [], "agents": [], "installers": []}
 
 
 class Root:
@@ -88,13 +88,14 @@ def test_what_is_not_kept_goes(root: Root) -> None:
     root.add("jobs", JOB_A)
     root.add("jobs", JOB_B)
     root.add("agent", AGENT)
-    keep = {"envs": [ENV_A], "wheels": [WHEEL_C], "jobs": [JOB_A], "agents": [AGENT]}
+    keep = {"envs": [ENV_A], "wheels": [WHEEL_C], "jobs": [JOB_A], "agents": [AGENT], "installers": []}
     survey = root.call("survey", keep=keep)
     assert {kind: [item["name"] for item in survey[kind]] for kind in NOTHING} == {
         "envs": [ENV_B],
         "wheels": [WHEEL_B],
         "jobs": [JOB_B],
         "agents": [],
+        "installers": [],
     }
     assert len(root.call("remove", keep=keep)["removed"]) == 3
     assert (root.left("envs"), root.left("wheelhouse"), root.left("jobs")) == ([ENV_A], [WHEEL_A, WHEEL_C], [JOB_A])
@@ -136,3 +137,29 @@ def test_an_environment_that_a_process_works_in_stays(root: Root) -> None:
         process.kill()
     assert answer == {"removed": [], "in_use": [str(program.parent)]}
     assert root.call("remove", keep=NOTHING)["removed"] == [str(program.parent)]
+
+
+def test_an_older_installer_goes_and_its_link_with_it(root: Root) -> None:
+    """Sizes are told; the kept uv stays; a file of the person's own beside them stays; no link is left that leads nowhere."""
+    (root.path / "bin").mkdir(parents=True)
+    old, new, foreign = (root.path / "bin" / name for name in ("uv-" + "a" * 16, "uv-" + "b" * 16, "uvx"))
+    for path, size_bytes in ((old, 3000), (new, 500), (foreign, 10)):
+        path.write_bytes(b"x" * size_bytes)
+    (root.path / "bin" / "uv").symlink_to(old.name)
+    keep = {**NOTHING, "installers": [new.name]}
+    survey = root.call("survey", keep=keep)
+    assert survey["installers"] == [{"name": old.name, "size_bytes": 3000}] and survey["freed_bytes"] == 3000
+    assert root.call("remove", keep=keep)["removed"] == [str(old)]
+    assert sorted(path.name for path in (root.path / "bin").iterdir()) == sorted([new.name, foreign.name])
+
+
+def test_what_is_in_use_here_is_told_to_whoever_removes_elsewhere(root: Root) -> None:
+    """On a root in common the other machines are asked what their processes work in; nothing is removed by asking."""
+    program = root.add("envs", ENV_A) / "sleep"
+    program.symlink_to("/bin/sleep")
+    root.add("envs", ENV_B)
+    with subprocess.Popen([program, "300"]) as process:
+        answer = root.call("busy", keep=NOTHING)
+        process.kill()
+    assert answer == {"envs": [ENV_A], "wheels": [], "jobs": [], "agents": [], "installers": []}
+    assert root.left("envs") == [ENV_A, ENV_B]

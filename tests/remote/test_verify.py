@@ -44,7 +44,7 @@ class AnEnvironment:
         return found
 
     def repaired(self, *wheels: str) -> dict[str, Any]:
-        done = self.run("repair.py", {"digest": "d1", "wheels": list(wheels)}, sys.executable, None)
+        done = self.run("repair.py", {"digest": "d1", "wheels": list(wheels), "only_look": False}, sys.executable, None)
         assert done.returncode == 0, done.stderr
         found: dict[str, Any] = json.loads(done.stdout)
         return found
