@@ -304,7 +304,8 @@ def teardown(ctx: click.Context, inventory_file: str, yes: bool, as_json: bool) 
     inventory = _inventory(ctx, inventory_file, console)
     if not yes:
         names = ", ".join(node.name for node in inventory.nodes)
-        click.confirm(f"Remove everything below {inventory.root} on {names}?", abort=True, err=True)
+        if not _is_agreed(f"Remove everything below {inventory.root} on {names}?"):
+            raise click.Abort
     removed = engine.teardown(inventory, console.emit)
     console.emit(Result(document={"removed": removed}, text="nothing of cluster-train is left on the nodes"))
 
@@ -370,7 +371,14 @@ def _is_prune_wanted(unused: Mapping[str, Unused], *, yes: bool) -> bool:
             rows += [(node, KINDS[kind], str(len(items)), size, names)] if items else []
         rows.append((node, "given back to the disk", "", f"{found.freed_bytes / 1e6:.1f} MB", ""))
     click.echo(table(rows), err=True)
-    return yes or click.confirm("Remove them?", err=True)
+    return yes or _is_agreed("Remove them?")
+
+
+def _is_agreed(question: str) -> bool:
+    """The answer of the person at the terminal; without one nothing is removed unasked, and it is said how to do without."""
+    if not sys.stdin.isatty():
+        raise InventoryError(f"{question} There is no terminal to answer at, and nothing was removed", advice="--yes answers it")
+    return click.confirm(question, err=True)
 
 
 def _show_check(ctx: click.Context, verified: Verified, lock_file: Path | None, console: Console) -> None:

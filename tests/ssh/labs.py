@@ -43,11 +43,11 @@ class Lab:
         path.write_text(yaml.safe_dump(content))
         return path
 
-    def start(self, inventory: Path, *arguments: str) -> subprocess.Popen[str]:
+    def start(self, inventory: Path, *arguments: str, stdin: int = subprocess.DEVNULL) -> subprocess.Popen[str]:
         plain = {name: value for name, value in os.environ.items() if not name.startswith("PIP_")}
         environment = {**plain, **self.settings}
         command = [COMMAND, "provision", inventory, *arguments]
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        pipes = {"stdin": stdin, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
         return subprocess.Popen(command, cwd=REPOSITORY, env=environment, text=True, **pipes)  # type: ignore[call-overload,no-any-return]
 
     def provision(self, inventory: Path, *arguments: str) -> Ran:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import pty
 from pathlib import Path
 
 import pytest
-from labs import Lab, whole_wheels
+from commands import Ran
+from labs import Lab, ended, whole_wheels
 from sshd import SshdNodes, can_mount
 
 from orchestrator.actions import agent
@@ -18,18 +21,39 @@ pytestmark = pytest.mark.stack
 FOREIGN_KEY = b"ssh-ed25519 AAAAforeign somebody else, no end of line"
 
 
+def at_a_terminal(lab: Lab, inventory: Path, *, answer: str) -> Ran:
+    """`provision --prune` as a person calls it, who types the answer."""
+    ours, its = pty.openpty()
+    try:
+        process = lab.start(inventory, "--prune", stdin=its)
+        os.write(ours, f"{answer}\n".encode())
+        return ended(process)
+    finally:
+        os.close(ours)
+        os.close(its)
+
+
 def test_what_no_run_uses_goes_and_the_inventorys_stack_stays(lab: Lab, tmp_path: Path) -> None:
     """Sizes are shown first; the older stack and its wheels go, the other needs nothing afterwards."""
     root = tmp_path / "root"
     old, new = lab.inventory(tmp_path / "a.yml", root, "small", "large"), lab.inventory(tmp_path / "b.yml", root, "small")
     for inventory in (old, new):
         assert lab.provision(inventory).exit_code == 0
+    (used_uv,) = (root / "bin").glob("uv-*")
+    old_uv = used_uv.with_name("uv-" + "0" * 16)  # as an earlier stack left it
+    old_uv.write_bytes(b"x" * 30_000_000)
     asked = lab.provision(new, "--prune")
-    assert "environments" in asked.stderr and "80." in asked.stderr
-    assert asked.exit_code == 130 and len(list((root / "envs").glob("[!.]*"))) == 2  # nobody answered
+    assert asked.exit_code == 2 and "no terminal to answer at" in asked.stderr and "--yes" in asked.stderr
+    for what, size in (("environments", "80."), ("wheels", "80."), ("installers", "30.0 MB")):
+        (row,) = [line for line in asked.stderr.splitlines() if f" {what} " in line]
+        assert size in row and row.startswith("node0")
+    assert len(list((root / "envs").glob("[!.]*"))) == 2 and old_uv.exists()
+    refused = at_a_terminal(lab, new, answer="n")
+    assert refused.exit_code == 0 and "nothing was removed" in refused.stdout and old_uv.exists()
     pruned = lab.provision(new, "--prune", "--yes", "--json")
     assert pruned.exit_code == 0, pruned.stdout
-    assert sorted(Path(path).parent.name for path in pruned.result["removed"]["node0"]) == ["envs", "wheelhouse"]
+    assert sorted(Path(path).parent.name for path in pruned.result["removed"]["node0"]) == ["bin", "envs", "wheelhouse"]
+    assert sorted(path.name for path in (root / "bin").iterdir()) == ["uv", used_uv.name]
     assert whole_wheels(root) == ["accelerate", "datasets", "small", "torch", "transformers", "uv"]
     assert "nothing to install" in lab.provision(new).stderr
     assert lab.provision(new, "--prune", "--yes").stdout == "nothing was removed\n"

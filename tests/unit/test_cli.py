@@ -77,7 +77,7 @@ def test_init_does_not_overwrite(cluster_train: ClusterTrain, tmp_path: Path) ->
 def test_teardown_asks_first(cluster_train: ClusterTrain) -> None:
     """Without a yes, given or typed, nothing is removed."""
     ran = cluster_train("teardown", "inventories/local.yml")
-    assert ran.exit_code == 130 and "Remove everything" in ran.stderr
+    assert ran.exit_code == 2 and "Remove everything" in ran.stderr and "--yes" in ran.stderr
 
 
 def test_local_runs_ask_no_node(cluster_train: ClusterTrain) -> None:
