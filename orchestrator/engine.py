@@ -236,12 +236,13 @@ def teardown(inventory: Inventory, emit: Emit) -> dict[str, list[str]]:
             raise PreflightError(f"still going on: {', '.join(going)}", advice="cluster-train stop --run ID   first")
         nodes = probe(fleet, inventory)
         # On every node, for a root in common does not mean a home in common; and while our scripts are still there.
-        keys = fleet.each(lambda node: agent.call(node, inventory.root, python, "authorize.py", ["revoke"])["removed"])
-        removed: dict[str, list[str]] = {node.name: [] for node in nodes}
+        here = fleet.each(lambda node: agent.call(node, inventory.root, python, "remove.py", ["machine", inventory.root]))
+        removed: dict[str, list[str]] = {node: list(answer["removed"]) for node, answer in here.items()}
         for node, *others in by_root(fleet, nodes):
-            answer = agent.call(fleet.transports[node.name], node.root, python, "remove.py", [node.root])
-            removed[node.name] = answer["removed"]
-            emit(Step(node=node.name, text=f"removed {len(answer['removed'])} directories and {len(keys[node.name])} keys"))
+            answer = agent.call(fleet.transports[node.name], node.root, python, "remove.py", ["root", node.root])
+            removed[node.name] += answer["removed"]
+            keys = len(here[node.name]["revoked"])
+            emit(Step(node=node.name, text=f"removed {len(removed[node.name])} directories and {keys} keys"))
             for path in answer["left"]:
                 emit(Notice(text=f"{node.name}: {path} is not ours, and stays"))
             for other in others:

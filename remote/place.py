@@ -6,6 +6,7 @@ import time
 
 import processes
 import records
+import scratch
 
 # How each MPI tells a rank who it is: rank, size, local rank, local size.
 MPI_VARIABLES = (
@@ -124,6 +125,8 @@ def prepare_directories(rank: Rank) -> None:
     The ranks of a node, or of all nodes on a shared disk, do this at the same time.
     """
     records.make_private_dir(rank.work_dir)
+    if os.environ.get("UCX_POSIX_DIR") == scratch.path(rank.launch["run_id"]):
+        scratch.make(rank.launch["run_id"])  # UCX does not; Open MPI does; Intel MPI needs none
     for suffix in ("json", "exit.json"):
         if os.path.exists(rank.file(suffix)):
             os.unlink(rank.file(suffix))  # of an earlier start of the same command: it must not speak for this one

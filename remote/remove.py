@@ -1,8 +1,11 @@
-"""Remove from this node what was put there: the directories below ROOT that are ours, and our lines in authorized_keys.
+"""Remove from this node what was put there.
 
-Usage: remove.py ROOT
+Usage: remove.py machine ROOT   what lies on this machine outside of ROOT: our lines in authorized_keys, and what runs left in
+                                memory; prints {"removed": [path, ...], "revoked": [comment, ...]}
+       remove.py root ROOT      the directories below ROOT that are ours; prints {"removed": [path, ...], "left": [path, ...]}:
+                                anything else below ROOT is not ours, and stays
 
-Prints {"removed": [path, ...], "revoked": [comment, ...], "left": [path, ...]}: anything else below ROOT is not ours, and stays.
+The first goes by the names of the runs below ROOT, and so comes before the second.
 """
 
 import json
@@ -11,13 +14,31 @@ import shutil
 import sys
 
 import authorize
+import scratch
 
 OURS = ("envs", "cache", "wheelhouse", "jobs", "runs", "bin", "ssh", "agent")
 
 
 def main(arguments):
-    """Remove everything of ours; 0, or 1 after saying on stderr what could not be removed."""
-    root = os.path.expanduser(arguments[0])
+    """Carry out one of the two commands; 0, or 1 after saying on stderr what could not be removed."""
+    command, root = arguments[0], os.path.expanduser(arguments[1])
+    try:
+        answer, failed = (from_machine if command == "machine" else from_root)(root)
+    except (OSError, ValueError) as error:
+        sys.stderr.write("remove: {}\n".format(error))
+        return 1
+    print(json.dumps(answer))
+    sys.stderr.write("".join(line + "\n" for line in failed))
+    return 1 if failed else 0
+
+
+def from_machine(root):
+    names = os.listdir(os.path.join(root, "runs")) if os.path.isdir(os.path.join(root, "runs")) else []
+    removed = [place for place in map(scratch.remove, names) if place]
+    return {"removed": removed, "revoked": authorize.revoke()["removed"]}, []
+
+
+def from_root(root):
     removed, failed = [], []
     for name in OURS:
         path = os.path.join(root, name)
@@ -30,9 +51,7 @@ def main(arguments):
     left = sorted(os.path.join(root, name) for name in os.listdir(root)) if os.path.isdir(root) else []
     if os.path.isdir(root) and not left:
         os.rmdir(root)
-    print(json.dumps({"removed": removed, "revoked": authorize.revoke()["removed"], "left": left}))
-    sys.stderr.write("".join(line + "\n" for line in failed))
-    return 1 if failed else 0
+    return {"removed": removed, "left": left}, failed
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import time
 
 import processes
 import records
+import scratch
 
 FINAL = ("succeeded", "failed", "stopped")
 
@@ -147,6 +148,8 @@ def sweep(run: Run, patience_s: float) -> dict:
 
     # rank.py knows how to end its rank; where none is left, everything is asked.
     found, left = processes.end(remains, run.watchers() or remains(), patience_s)
+    if not left:
+        scratch.remove(run.status["run_id"])
     named = {True: [], False: []}
     for who in found:
         named[who in left].append(dict(who, command=commands[who["pid"]]))
@@ -158,4 +161,5 @@ def settle(run: Run, patience_s: float) -> None:
     deadline = time.monotonic() + patience_s
     while run.watchers() and time.monotonic() < deadline:
         time.sleep(processes.POLL_S)
-    processes.kill_all(run.remains)
+    if not processes.kill_all(run.remains)[1]:
+        scratch.remove(run.status["run_id"])

@@ -97,20 +97,25 @@ def known_hosts(hops: Sequence[Hop]) -> str:
     return "".join(f"{hop.node} {hop.host_key}\n" for hop in hops)
 
 
-def wrapper(directory: str, head_address: str) -> str:
+def wrapper(directory: str, head_address: str, environment: Mapping[str, str] | None = None) -> str:
     """The program that mpirun calls as ssh, with `-q -x HOST COMMAND...` (hydra) or `-x HOST COMMAND...` (Open MPI).
 
     -q would hide why a login failed. For the head itself, whose address hydra does not always take for its own, no
     connection is made: the command runs in a shell, as sshd would run it.
+
+    Args:
+        environment: for the command on another node, where the head's own does not come along.
     """
     config = shlex.quote(f"{directory}/ssh_config")
+    words = shlex.join(f"{name}={value}" for name, value in (environment or {}).items())
+    told = f'if [ "$1" = -x ]; then host=$2; shift 2; set -- -x "$host" env {words} "$@"; fi\n' if words else ""
     return f"""#!/bin/sh
 [ "$1" = -q ] && shift
 if [ "$1" = -x ] && [ "$2" = {shlex.quote(head_address)} ]; then
     shift 2
     exec /bin/sh -c "$*"
 fi
-exec ssh -F {config} "$@"
+{told}exec ssh -F {config} "$@"
 """
 
 

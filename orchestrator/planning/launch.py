@@ -137,7 +137,7 @@ def plan_launch(request: LaunchRequest) -> LaunchPlan:
         files |= {
             "ssh_config": (ssh_config(hops, run_dir, head_address, inventory.ssh.connect_timeout), 0o600),
             "known_hosts": (known_hosts(hops), 0o600),
-            "ssh": (wrapper(run_dir, head_address), 0o700),
+            "ssh": (wrapper(run_dir, head_address, command.proxy_env), 0o700),
         }
     return LaunchPlan(
         run_id=request.run_id,

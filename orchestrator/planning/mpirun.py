@@ -6,7 +6,7 @@ Every difference between the flavours that is known stands here (measured with i
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from orchestrator.errors import PreflightError
@@ -14,6 +14,7 @@ from orchestrator.errors import PreflightError
 Flavour = Literal["impi", "mpich", "openmpi"]
 
 LAUNCH_VARIABLE = "CLUSTER_TRAIN_LAUNCH"
+SCRATCH = "/dev/shm/cluster-train-"  # + the run's id: see remote/scratch.py
 PROGRAM: Mapping[Flavour, str] = {
     "impi": "mpiexec.hydra",  # the `mpirun` beside it is a shell script that runs it as a child: one more process to lose
     "mpich": "mpiexec.hydra",
@@ -27,11 +28,16 @@ STOP_SIGNAL: Mapping[Flavour, str] = {"impi": "SIGTERM", "mpich": "SIGTERM", "op
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MpiCommand:
-    """What starts the ranks: the hostfile's text, the command, and the environment the command needs."""
+    """What starts the ranks: the hostfile's text, the command, and the environment the command needs.
+
+    Args:
+        proxy_env: environment of what ssh starts on the other nodes, which get none from the launcher.
+    """
 
     hostfile: str
     argv: tuple[str, ...]
     env: Mapping[str, str]
+    proxy_env: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +64,11 @@ class MpiRequest:
     variables: Mapping[str, str]
     command: tuple[str, ...]
 
+    @property
+    def scratch(self) -> str:
+        """The run's directory in each machine's memory."""
+        return SCRATCH + self.run_dir.rsplit("/", 1)[-1]
+
 
 def mpi_command(request: MpiRequest) -> MpiCommand:
     """The command of a request in its flavour's dialect."""
@@ -80,10 +91,15 @@ def _hydra(request: MpiRequest) -> MpiCommand:
         argv += ["-genv", name, value]
     # Cores are rank.py's business; the abort of a run comes as SIGHUP, so that ranks tell it from a stop with its grace.
     env = {"I_MPI_PIN": "0", "I_MPI_JOB_ABORT_SIGNAL": "1"} if request.flavour == "impi" else {}
+    # Of the topology MPICH's proxies write a file into /tmp, unless they are told of one: where that is missing, the machine
+    # itself is looked at, which is what they do without any. UCX is its transport.
+    topology = {"HWLOC_XMLFILE": f"{request.scratch}/none.xml"} if request.flavour == "mpich" else {}
+    env |= {"UCX_POSIX_DIR": request.scratch, **topology} if topology else {}
     return MpiCommand(
         hostfile="".join(f"{_bracketed(host)}:{count}\n" for host, count in request.hosts),
         argv=(*argv, *request.command),
         env=env,
+        proxy_env=topology,
     )
 
 
@@ -97,7 +113,10 @@ def _openmpi(request: MpiRequest) -> MpiCommand:
         # The daemons on the other nodes look this program up too, and give up where it is missing: it must be ssh itself. It
         # is split at blanks. Nodes do not start each other (they have no ssh_config): the head starts all.
         argv += ["--prtemca", "plm_ssh_agent", f"ssh -F {request.run_dir}/ssh_config", "--prtemca", "plm_ssh_no_tree_spawn", "1"]
-    for name, value in request.variables.items():
+    # Where a killed mpirun or rank leaves its files; each machine has its own, whatever root they have in common.
+    argv += ["--prtemca", "prte_tmpdir_base", request.scratch]
+    places = {f"OMPI_MCA_{part}_backing_directory": request.scratch for part in ("btl_sm", "osc_sm", "osc_rdma")}
+    for name, value in {**places, **request.variables}.items():
         argv += ["-x", f"{name}={value}"]
     argv += ["-x", LAUNCH_VARIABLE]
     return MpiCommand(

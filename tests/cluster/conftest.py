@@ -6,18 +6,22 @@ side on one engine.
 
 from __future__ import annotations
 
+import os
 import shlex
+import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from containers import DOCKER, ClusterNode, ContainerCluster, DockerError, cluster_command
+import standins
+from containers import DOCKER, PLACE, ClusterNode, ContainerCluster, DockerError, cluster_command
 from pytest_docker.plugin import Services
 
 HERE = Path(__file__).parent
 START_LIMIT_S = 60
+SMALL_STACK = {"torch": "2.13.0+cpu", "transformers": "5.24.0", "accelerate": "1.15.0", "datasets": "5.2.0"}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -90,3 +94,58 @@ def container_cluster(
         key=cluster_state / "id_ed25519",
         known_hosts=cluster_state / "known_hosts",
     )
+
+
+@pytest.fixture
+def pair(container_cluster: ContainerCluster, tmp_path: Path) -> Iterator[ContainerCluster]:
+    """Two more containers of the cluster's image, as new, with one volume between them."""
+    docker, made = container_cluster.docker, uuid.uuid4().hex[:8]
+    run = cluster_command.run
+    volume = run((docker, "volume", "create", f"cluster-train-test-{made}"), limit_s=30).strip()
+    public = container_cluster.key.with_suffix(".pub").read_text().strip()
+    options = ("--detach", "--init", "--volume", f"{volume}:{PLACE}", "--env", f"AUTHORIZED_KEY={public}")
+    containers: list[str] = []
+    try:
+        for name in ("node0", "node1"):
+            command = (docker, "run", *options, "--hostname", name, "cluster-train-node")
+            containers.append(run(command, limit_s=60).strip())
+        nodes = [_node(docker, index, container) for index, container in enumerate(containers)]
+        deadline = time.monotonic() + START_LIMIT_S
+        while not all(cluster_command.ssh_answers(node) for node in nodes):
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        cluster_command.write_known_hosts(tmp_path / "known_hosts", docker, nodes)
+        cluster = ContainerCluster(
+            docker=docker,
+            nodes=tuple(ClusterNode(name=node.name, address=node.address, container=node.container) for node in nodes),
+            user=container_cluster.user,
+            key=container_cluster.key,
+            known_hosts=tmp_path / "known_hosts",
+        )
+        cluster.exec("node0", ("chown", cluster.user, PLACE))
+        yield cluster
+    finally:
+        if containers:
+            run((docker, "rm", "--force", *containers), limit_s=60)
+        run((docker, "volume", "rm", volume), limit_s=60)
+
+
+def _node(docker: str, index: int, container: str) -> Any:
+    template = "{{range .NetworkSettings.Networks}}{{.IPAddress}}{{end}}"
+    address = cluster_command.run((docker, "inspect", "--format", template, container), limit_s=30).strip()
+    return cluster_command.Node(name=f"node{index}", container=container, address=address, running=True, made_by="")
+
+
+@pytest.fixture
+def small_stack(uv_wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory with stand-ins for the stack and the real uv; all that is started has it alone, and its own cache."""
+    wheels = tmp_path / "wheels"
+    wheels.mkdir()
+    (wheels / uv_wheel.name).symlink_to(uv_wheel)
+    for name, version in SMALL_STACK.items():
+        standins.build(standins.package(name, version), wheels)
+    for name in [name for name in os.environ if name.startswith("PIP_")]:
+        monkeypatch.delenv(name)
+    for name, value in {"XDG_CACHE_HOME": str(tmp_path / "cache"), "PIP_NO_INDEX": "1", "PIP_CONFIG_FILE": os.devnull}.items():
+        monkeypatch.setenv(name, value)
+    return wheels

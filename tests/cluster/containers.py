@@ -32,6 +32,8 @@ def load_docker_module(name: str) -> ModuleType:
 cluster_command = load_docker_module("cluster")
 DockerError = cluster_command.DockerError
 
+PLACE = "/shared"  # where the containers of a pair have one volume between them
+
 # Runs in a container: Debian's slim image has no `ps`. Leaves itself out.
 _LIST_PROCESSES = """
 import json, os
@@ -88,6 +90,10 @@ class ContainerCluster:
         variables = [word for name, value in (environment or {}).items() for word in ("--env", f"{name}={value}")]
         command = (self.docker, "exec", "--user", user, *variables, self.container(node), *argv)
         return str(cluster_command.run(command, limit_s=120))
+
+    def below(self, node: str, *places: str) -> list[str]:
+        """All that lies below directories of a container, sorted."""
+        return sorted(self.exec(node, ("find", *places, "-mindepth", "1")).splitlines())
 
     def container(self, node: str) -> str:
         return next(known.container for known in self.nodes if known.name == node)

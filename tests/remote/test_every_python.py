@@ -66,11 +66,11 @@ def test_a_node_is_made_ready_and_left_as_it_was(interpreter: Path, home: Path, 
     assert (ready.state.wheels, ready.state.jobs) == ((digest,), (job.digest,))
     assert (ready.cluster_key, ready.authorized) == (key, ("cluster-train:c0ffee:10.0.0.1",))
     assert node.call("prune.py", "used", node.root, "10") == {"envs": [], "jobs": [], "agents": []}
-    keep = {"envs": [], "wheels": [digest], "jobs": [], "agents": [agent.digest()]}
+    keep = {"envs": [], "wheels": [digest], "jobs": [], "agents": [agent.digest()], "installers": []}
     pruned = node.call("prune.py", "remove", node.root, stdin=json.dumps(keep).encode())
     assert pruned == {"removed": [f"{node.root}/jobs/{job.digest}"], "in_use": []}
-    removed = node.call("remove.py", node.root)
-    assert (removed["revoked"], removed["left"]) == (["cluster-train:c0ffee:10.0.0.1"], [])
+    assert node.call("remove.py", "machine", node.root) == {"removed": [], "revoked": ["cluster-train:c0ffee:10.0.0.1"]}
+    assert node.call("remove.py", "root", node.root)["left"] == []
     assert sorted(path.name for path in home.iterdir()) == [".ssh"]
     assert (home / ".ssh" / "authorized_keys").read_bytes() == FOREIGN_KEYS
 

@@ -66,6 +66,20 @@ def test_the_wrapper_survives_any_directory(tmp_path: Path) -> None:
     assert said.stdout.splitlines() == ["-F", f"{directory}/ssh_config", "-x", "10.0.0.11", "true"]
 
 
+def test_the_wrapper_tells_the_other_node_its_variables(tmp_path: Path) -> None:
+    """They come before the command there; the host stays where ssh expects it."""
+    (fake_ssh := tmp_path / "ssh").write_text('#!/bin/sh\nfor a; do echo "$a"; done\n')
+    fake_ssh.chmod(0o755)
+    (script := tmp_path / "wrapper").write_text(wrapper("/r", "10.0.0.10", {"A": "1", "B": "2"}))
+    said = subprocess.run(
+        ["sh", script, "-q", "-x", "10.0.0.11", "true", "1"],
+        env={"PATH": f"{tmp_path}:/bin:/usr/bin"},
+        capture_output=True,
+        text=True,
+    )
+    assert said.stdout.splitlines() == ["-F", "/r/ssh_config", "-x", "10.0.0.11", "env", "A=1", "B=2", "true", "1"]
+
+
 def test_the_head_is_not_reached_by_ssh(tmp_path: Path) -> None:
     """mpirun's command for the head's own address runs in a shell there, put together as sshd puts it together."""
     script = tmp_path / "wrapper"

@@ -46,7 +46,9 @@ def test_mpich_reads_unequal_counts_from_its_own_option() -> None:
     """MPICH's -f holds the counts; it has no binding to switch off."""
     made = mpi_command(replace(REQUEST, flavour="mpich", hosts=(("a", 1), ("b", 2))))
     assert made.argv[1:5] == ("-f", "/r/runs/1/hostfile", "-n", "3")
-    assert "-ppn" not in made.argv and made.env == {}
+    assert "-ppn" not in made.argv
+    assert made.env == {"UCX_POSIX_DIR": "/dev/shm/cluster-train-1", **made.proxy_env}
+    assert made.proxy_env == {"HWLOC_XMLFILE": "/dev/shm/cluster-train-1/none.xml"}
 
 
 def test_one_machine_needs_no_ssh() -> None:
@@ -68,7 +70,10 @@ def test_open_mpi_speaks_its_own_dialect() -> None:
     assert made.argv == (
         *("/r/envs/e/bin/mpirun", "--hostfile", "/r/runs/1/hostfile", "-n", "4", "--map-by", "slot", "--bind-to", "none"),
         *("--prefix", "/r/envs/e", "--prtemca", "plm_ssh_agent", "ssh -F /r/runs/1/ssh_config"),
-        *("--prtemca", "plm_ssh_no_tree_spawn", "1"),
+        *("--prtemca", "plm_ssh_no_tree_spawn", "1", "--prtemca", "prte_tmpdir_base", "/dev/shm/cluster-train-1"),
+        *("-x", "OMPI_MCA_btl_sm_backing_directory=/dev/shm/cluster-train-1"),
+        *("-x", "OMPI_MCA_osc_sm_backing_directory=/dev/shm/cluster-train-1"),
+        *("-x", "OMPI_MCA_osc_rdma_backing_directory=/dev/shm/cluster-train-1"),
         *("-x", "MASTER_ADDR=10.0.0.10", "-x", "OMP_NUM_THREADS=23", "-x", "CLUSTER_TRAIN_LAUNCH"),
         *("/r/envs/e/bin/python", "/r/agent/a/rank.py"),
     )
