@@ -12,7 +12,7 @@ of the next installer.
 An installer whose caller has gone finishes all the same: the next `provision` finds its environment, or waits for it.
 
 Prints JSON lines: {"step": ..., "detail": ...} while it works, {"installed": bool, "versions": {...}, "seconds": ...} at the end;
-an error is told on stderr with exit code 1.
+an error is told on stderr with exit code 1, after {"damaged": [path, ...]} where files here are to blame: repair.py removes them.
 """
 
 import fcntl
@@ -26,6 +26,7 @@ import time
 import zipfile
 from urllib.request import pathname2url
 
+import repair
 import setvars
 import unpack
 
@@ -37,6 +38,14 @@ class InstallError(Exception):
     """The environment could not be made; the message says why."""
 
 
+class DamagedError(InstallError):
+    """What is here already is damaged; `paths` are for repair.py to remove."""
+
+    def __init__(self, paths, why):
+        InstallError.__init__(self, "damaged: {} ({})".format(", ".join(paths), why))
+        self.paths = paths
+
+
 def main():
     """Carry out the plan on stdin; 0, or 1 after saying on stderr what was wrong."""
     plan = json.load(sys.stdin)
@@ -45,6 +54,8 @@ def main():
     try:
         versions, installed = ensure(root, plan)
     except (InstallError, setvars.SetvarsError, OSError, ValueError, KeyError) as error:
+        if isinstance(error, DamagedError):
+            say({"damaged": error.paths})
         sys.stderr.write("install: {}\n".format(error))
         return 1
     say({"installed": installed, "versions": versions, "seconds": round(time.time() - started, 3)})
@@ -66,8 +77,7 @@ def ensure(root, plan):
     os.makedirs(envs, mode=0o700, exist_ok=True)
     with locked(envs, plan["digest"]) as lock:
         if os.path.exists(os.path.join(final, COMPLETE)):
-            with open(os.path.join(final, COMPLETE)) as record:
-                return json.load(record)["versions"], False
+            return versions_of(final), False
         building = building_path(envs, plan["digest"])
         clear_unfinished(envs, plan["digest"])
         try:
@@ -76,6 +86,18 @@ def ensure(root, plan):
         finally:
             remove_all(building, building + ".txt")
         return versions, True
+
+
+def versions_of(environment):
+    """What the record of a complete environment says is in it; raises DamagedError where it cannot be used."""
+    python = os.path.join(environment, "bin", "python")
+    if not os.access(python, os.X_OK):
+        raise DamagedError([environment], "its interpreter {} cannot be run".format(os.path.realpath(python)))
+    try:
+        with open(os.path.join(environment, COMPLETE)) as record:
+            return json.load(record)["versions"]
+    except (ValueError, KeyError) as error:
+        raise DamagedError([environment], "its {} cannot be read: {!r}".format(COMPLETE, error))
 
 
 def locked(envs, digest):
@@ -111,6 +133,19 @@ def remove_all(*paths):
 
 def build(root, plan, building, final, lock):
     """Make the environment in `building`, fit to be renamed to `final`; the versions in it."""
+    try:
+        return build_from_wheels(root, plan, building, final, lock)
+    except (InstallError, zipfile.BadZipfile) as error:
+        wheels = plan["wheels"] + ([plan["uv"]] if plan["uv"] else [])
+        houses = [os.path.join(root, "wheelhouse", wheel["sha256"]) for wheel in wheels]
+        damaged = [house for house in houses if os.path.isdir(house) and not repair.is_sound(house)]
+        if not damaged:
+            raise
+        paths = [os.path.join(house, name) for house in damaged for name in os.listdir(house)]
+        raise DamagedError(paths, error)
+
+
+def build_from_wheels(root, plan, building, final, lock):
     uv = ensure_uv(root, plan["uv"]) if plan["uv"] else None
     requirements = building + ".txt"
     with open(requirements, "w") as out:

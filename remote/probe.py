@@ -280,8 +280,9 @@ def directories(root, kind):
 
 
 def is_complete_env(directory):
-    """The installer writes complete.json last."""
-    return os.path.isfile(os.path.join(directory, "complete.json"))
+    """The installer writes complete.json last; an interpreter that has gone since (install.py says so) makes no environment."""
+    python = os.path.join(directory, "bin", "python")
+    return os.path.isfile(os.path.join(directory, "complete.json")) and os.access(python, os.X_OK)
 
 
 def holds_one_wheel(directory):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -162,9 +163,15 @@ def _install(transport: Transport, node: NodeFacts, inventory: Inventory, lock: 
     def follow(line: bytes) -> None:
         last.clear()
         last.update(json.loads(line))
-        if "step" in last and last["step"] != "lock":
+        if last.get("step") not in (None, "lock"):
             emit(Step(node=transport.node, text=f"{last['step']}: {last['detail']}"))
 
     completed = run(transport, argv, stdin=json.dumps(plan).encode(), idle_timeout_s=INSTALL_IDLE_TIMEOUT_S, on_line=follow)
+    if "damaged" in last:
+        raise ProvisionError(
+            f"{transport.node}: {completed.stderr.strip().removeprefix('install: ')}",
+            advice=shlex.join(["cluster-train", "provision", "--repair", inventory.file or "INVENTORY"])
+            + "   takes what is damaged away, and sends and installs it again",
+        )
     check(transport, argv, replace(completed, stdout=b""))
     emit(Step(node=transport.node, text=f"environment {lock.digest} ready in {last.get('seconds')} s"))

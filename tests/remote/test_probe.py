@@ -175,7 +175,7 @@ def test_only_allowed_cpus_count() -> None:
 
 
 def test_state_lists_what_is_finished(tmp_path: Path) -> None:
-    """Names that begin with a dot or end in .part, environments without complete.json and odd wheel directories are left out."""
+    """Left out: names that begin with a dot or end in .part, unfinished or broken environments, odd wheel directories."""
     write_files(
         tmp_path,
         {
@@ -183,7 +183,10 @@ def test_state_lists_what_is_finished(tmp_path: Path) -> None:
             "agent/.a2/probe.py": "",
             "agent/a3.part/probe.py": "",
             "envs/e1/complete.json": "{}",
-            "envs/e2/bin/python": "",
+            "envs/e1/bin/python": "#!/bin/sh",
+            "envs/e2/bin/python": "#!/bin/sh",
+            "envs/e3/complete.json": "{}",
+            "envs/e3/bin/python": "may not be run",
             "wheelhouse/w1/x-1-py3-none-any.whl": "",
             "wheelhouse/w2/x-1-py3-none-any.whl.part": "",
             "wheelhouse/w3/x-1-py3-none-any.whl": "",
@@ -196,6 +199,8 @@ def test_state_lists_what_is_finished(tmp_path: Path) -> None:
             "ssh/id_ed25519.pub": "ssh-ed25519 AAAAC3 cluster-train:lab",
         },
     )
+    for environment in ("e1", "e2"):
+        (tmp_path / "envs" / environment / "bin" / "python").chmod(0o755)
     (tmp_path / "bin" / "uv").chmod(0o755)
     facts = run_probe("--root", tmp_path)
     found = tmp_path.stat()

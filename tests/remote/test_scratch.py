@@ -59,7 +59,7 @@ def test_somebody_elses_directory_stays(scratch: ModuleType, run_id: str) -> Non
     scratch.make(run_id)
     os.chown(scratch.path(run_id), 12345, 12345)
     try:
-        assert scratch.remove(run_id) is None and os.path.isdir(scratch.path(run_id))
+        assert scratch.remove(run_id) is None and Path(scratch.path(run_id)).is_dir()
     finally:
         os.chown(scratch.path(run_id), os.getuid(), -1)
 

@@ -139,6 +139,31 @@ def test_a_wheel_that_is_damaged_on_a_node_is_sent_again(lab: Lab) -> None:
     assert lab.run("provision", "--check").exit_code == 0
 
 
+@pytest.mark.parametrize("victim", ["datasets", "uv", "interpreter"])
+def test_plain_provision_names_the_command_that_cures(lab: Lab, victim: str) -> None:
+    """A wheel, uv's wheel, or the interpreter: exit code 4, node, path, and what to type, which helps."""
+    assert lab.run("provision").exit_code == 0
+    home = lab.nodes[1].disk
+    (environment,) = (home / "envs").glob("[!.]*")
+    damage(home, environment, victim)
+    told = lab.run("provision")
+    assert told.exit_code == 4 and "Traceback" not in told.stderr, told.stderr
+    assert "node1: damaged: " in told.stderr and "node0: damaged" not in told.stderr
+    assert f"do: cluster-train provision --repair {lab.directory}/lab.yml" in told.stderr
+    assert lab.run("provision", "--repair").exit_code == 0
+    assert lab.run("provision", "--check").exit_code == 0
+
+
+def damage(home: Path, environment: Path, victim: str) -> None:
+    """Spoil one thing on a node as a bad disk or a stray hand does."""
+    if victim == "interpreter":
+        (environment / "bin" / "python").unlink()
+    else:
+        (wheel,) = (home / "wheelhouse").glob(f"*/{victim}-*.whl")
+        wheel.write_bytes(wheel.read_bytes()[:-10])
+        subprocess.run(["rm", "-r", environment, home / "bin", home / "cache"], check=True)
+
+
 def test_a_wheel_that_is_damaged_in_the_cache_is_not_sent(lab: Lab) -> None:
     """It is named and fetched again before anything goes to a node."""
     assert lab.run("provision", "--check").exit_code == 4  # resolves
