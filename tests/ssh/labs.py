@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import os
 import subprocess
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,10 +14,17 @@ from typing import Any
 import standins
 import yaml
 from commands import COMMAND, REPOSITORY, Ran
-from sshd import SshdNode
+from sshd import SshdNode, can_mount
 from wheels_by_hand import write_wheel
 
 LIMIT_S = 60.0
+# Each session has a network of its own, whose one card bears an address with the last digit of the node's home.
+OWN_CARD = (
+    "ip link add card type veth peer name other && ip link set other up && ip link set card up"
+    " && ip addr add 10.9.0.1${HOME##*home}/24 dev card"
+)
+SESSION = f"""exec unshare --net sh -c '{OWN_CARD} && cd "$HOME" &&
+exec "$SHELL" ${{SSH_ORIGINAL_COMMAND+-c "$SSH_ORIGINAL_COMMAND"}}'""".replace("\n", " ")
 LARGE_BYTES = 80_000_000  # under way for a second or two
 
 
@@ -54,6 +63,13 @@ class Lab:
         return ended(self.start(inventory, *arguments))
 
 
+def can_have_cards() -> bool:
+    """Whether nodes may be given disks (mount namespaces) and cards (network namespaces) of their own, as machines have."""
+    card = ["unshare", "--net", "sh", "-c", OWN_CARD]
+    made = subprocess.run(card, env={**os.environ, "HOME": "home0"}, capture_output=True)
+    return can_mount() and made.returncode == 0
+
+
 def ended(process: subprocess.Popen[str]) -> Ran:
     stdout, stderr = process.communicate(timeout=LIMIT_S)
     return Ran(exit_code=process.returncode, stdout=stdout, stderr=stderr)
@@ -75,3 +91,15 @@ def whole_wheels(root: Path) -> list[str]:
     found = list((root / "wheelhouse").glob("[!.]*/*"))
     assert all(hashlib.sha256(path.read_bytes()).hexdigest() == path.parent.name for path in found)
     return sorted(path.name.split("-")[0] for path in found)
+
+
+def wait_for(condition: Callable[[], bool], is_over: Callable[[], bool]) -> None:
+    """Until a condition holds; the provisioning must not be over by then."""
+    deadline = time.monotonic() + LIMIT_S
+    while not condition():
+        assert time.monotonic() < deadline and not is_over()
+        time.sleep(0.005)
+
+
+def large_is_under_way(root: Path) -> bool:
+    return any(1_000_000 < path.stat().st_size < LARGE_BYTES for path in root.glob("wheelhouse/.*.part/*/large-*.whl"))

@@ -104,6 +104,7 @@ class SshdNodes:
         self._directory = directory
         self._groups = 0
         self._servers: list[subprocess.Popen[bytes]] = []
+        self._how: dict[tuple[str, int], tuple[Path, int, int, Path | None, Mapping[str, str]]] = {}
 
     def __call__(self, count: int, *, disk: Path | None = None, **config: str) -> list[SshdNode]:
         """Start `count` servers on one free port; `config` replaces settings of ours, as in MaxStartups="3".
@@ -133,6 +134,12 @@ class SshdNodes:
         self._servers.remove(server)
         stop(server)
 
+    def start_again(self, node: SshdNode) -> SshdNode:
+        """The node that was stopped, with the same address, keys, home and disk."""
+        made = self._start_one(*self._how[node.host, node.port])
+        _wait_until_listening(self._servers[-1], made.log)
+        return made
+
     def _start(self, group: Path, port: int, count: int, disk: Path | None, config: Mapping[str, str]) -> list[SshdNode]:
         before = len(self._servers)
         try:
@@ -149,6 +156,7 @@ class SshdNodes:
 
     def _start_one(self, group: Path, port: int, index: int, disk: Path | None, config: Mapping[str, str]) -> SshdNode:
         host, home, log = f"127.0.0.{index + 2}", _make_home(group, index), group / f"sshd{index}.log"
+        self._how[host, port] = (group, port, index, disk, config)
         settings = {**_settings(host, port, home, group / f"host_key{index}"), **config}
         settings_file = group / f"sshd_config{index}"
         settings_file.write_text("".join(f"{name} {value}\n" for name, value in settings.items()))

@@ -7,7 +7,6 @@ that card: it only tells the nodes apart.
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -17,18 +16,12 @@ import pytest
 import standins
 import yaml
 from commands import ClusterTrain, LocalStack, Ran
-from sshd import SshdNode, SshdNodes, can_mount
+from labs import SESSION, can_have_cards
+from sshd import SshdNode, SshdNodes
 
 pytestmark = pytest.mark.stack
 
 LIMIT_S = 60
-# Each session has a network of its own, whose one card bears an address with the last digit of the node's home.
-OWN_CARD = (
-    "ip link add card type veth peer name other && ip link set other up && ip link set card up"
-    " && ip addr add 10.9.0.1${HOME##*home}/24 dev card"
-)
-SESSION = f"""exec unshare --net sh -c '{OWN_CARD} && cd "$HOME" &&
-exec "$SHELL" ${{SSH_ORIGINAL_COMMAND+-c "$SSH_ORIGINAL_COMMAND"}}'""".replace("\n", " ")
 
 
 class Lab:
@@ -69,8 +62,7 @@ class Lab:
 
 @pytest.fixture
 def lab(tmp_path: Path, sshd_factory: SshdNodes, local_stack: LocalStack, cluster_train: ClusterTrain) -> Lab:
-    card = ["unshare", "--net", "sh", "-c", OWN_CARD]
-    if not can_mount() or subprocess.run(card, env={**os.environ, "HOME": "home0"}, capture_output=True).returncode != 0:
+    if not can_have_cards():
         pytest.skip("nodes with disks and cards of their own need namespaces, which this user may not make")
     wheels, root = tmp_path / "wheels", tmp_path / "root"
     standins.retired_stack(wheels, "2.8.0")

@@ -8,13 +8,12 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from labs import LARGE_BYTES, LIMIT_S, Lab, ended, whole_wheels
+from labs import LIMIT_S, Lab, ended, large_is_under_way, wait_for, whole_wheels
 from sshd import NodeProcess, SshdNode, SshdNodes, can_mount
 
 from orchestrator.actions.inventory_file import load_inventory
@@ -40,20 +39,8 @@ def complete_environments(root: Path) -> int:
     return len(found)
 
 
-def wait_for(condition: Callable[[], bool], is_over: Callable[[], bool]) -> None:
-    """Until a condition holds; the provisioning must not be over by then."""
-    deadline = time.monotonic() + LIMIT_S
-    while not condition():
-        assert time.monotonic() < deadline and not is_over()
-        time.sleep(0.005)
-
-
 def has_ended(process: subprocess.Popen[str]) -> Callable[[], bool]:
     return lambda: process.poll() is not None
-
-
-def large_is_under_way(root: Path) -> bool:
-    return any(1_000_000 < path.stat().st_size < LARGE_BYTES for path in root.glob("wheelhouse/.*.part/*/large-*.whl"))
 
 
 def is_building(root: Path) -> bool:
