@@ -27,6 +27,7 @@ DEFAULT_ROOT = "~/.cluster-train"
 DEFAULT_PORTS = (29500, 29999)
 KEY_MARK = "cluster-train:"
 IMPLEMENTATIONS = {"cpython": "CPython", "pypy": "PyPy"}
+PYTHONS = range(6, 21)  # the minor versions of Python 3 that are looked for
 
 
 def main(arguments):
@@ -107,7 +108,7 @@ def neutral_facts(tree):
         "root": "",
         "arch": "",
         "libc": ["", ""],
-        "python": {"executable": "", "version": "", "markers": {}, "has_venv": False},
+        "python": {"executable": "", "version": "", "markers": {}, "has_venv": False, "others": []},
         "interfaces": [],
         "hostname_resolves_to": [],
         "ssh_connection": None,
@@ -199,7 +200,14 @@ def python_facts(names):
     has_venv = all(PathFinder.find_spec(module) is not None for module in ("venv", "ensurepip"))
     markers = environment_markers(names)
     version = markers["python_full_version"]
-    return {"executable": sys.executable, "version": version, "markers": markers, "has_venv": has_venv}
+    facts = {"executable": sys.executable, "version": version, "markers": markers, "has_venv": has_venv}
+    return dict(facts, others=pythons_on(os.environ.get("PATH", os.defpath)))
+
+
+def pythons_on(path):
+    """The minor versions of which PATH has a program `pythonX.Y`, oldest first."""
+    places = [os.path.join(directory, "python3.{}") for directory in path.split(os.pathsep) if directory]
+    return ["3.{}".format(minor) for minor in PYTHONS if any(os.access(place.format(minor), os.X_OK) for place in places)]
 
 
 def environment_markers(names):

@@ -101,7 +101,7 @@ def choose_stack(stack: Stack, *, python_version: str, machine: str, nodes: Sequ
     """
     site = _Site(python=python_version, machine=machine, nodes=tuple(nodes))
     bindings, notes = _bindings(stack, site)
-    torch = str(bindings.torch) if bindings and not _pinned(stack.torch) else stack.torch
+    torch = str(bindings.torch) if bindings and not pinned(stack.torch) else stack.torch
     ipex, ipex_notes = _ipex(stack, torch, machine, wanted=bool(bindings) if stack.ipex == "auto" else stack.ipex)
     requirements = [
         _requirement("torch", torch),
@@ -142,7 +142,7 @@ def _bindings(stack: Stack, site: _Site) -> tuple[Bindings | None, list[str]]:
         return None, [note]
     if site.machine != "x86_64":
         raise _conflict(stack, site, f"{BINDINGS} exists for x86_64 only", "`backend: gloo`")
-    built = [row for row in all_bindings() if _admits(stack.torch, row.torch)]
+    built = [row for row in all_bindings() if admits(stack.torch, row.torch)]
     if not built:
         raise _conflict(stack, site, f"{BINDINGS} is built for exactly one torch, and none for this one", _working(site))
     fitting = [row for row in built if row.pythons is None or site.python in row.pythons]
@@ -151,7 +151,7 @@ def _bindings(stack: Stack, site: _Site) -> tuple[Bindings | None, list[str]]:
         raise _conflict(stack, site, exists, f"another interpreter in `stack.python`; {_working(site)}")
     chosen = fitting[-1]
     ranged = f"backend ccl: torch {chosen.torch} is the newest in {stack.torch} that {BINDINGS} exists for"
-    return chosen, [] if _pinned(stack.torch) else [ranged]
+    return chosen, [] if pinned(stack.torch) else [ranged]
 
 
 def _conflict(stack: Stack, site: _Site, why: str, works: str) -> ProvisionError:
@@ -167,14 +167,15 @@ def _working(site: _Site) -> str:
     return f"backend ccl with Python {pythons[0]} to {pythons[-1]}; any torch with `backend: gloo`"
 
 
-def _pinned(wanted: str) -> Version | None:
+def pinned(wanted: str) -> Version | None:
+    """The one version that is wanted; None for a range."""
     try:
         return Version(wanted)
     except InvalidVersion:
         return None
 
 
-def _admits(wanted: str, version: Version) -> bool:
+def admits(wanted: str, version: Version) -> bool:
     """Whether the version, or its build for CPUs, is what is wanted."""
     specifier = _specifier(wanted)
     return any(specifier.contains(build, prereleases=True) for build in (str(version), f"{version}+cpu"))
@@ -182,10 +183,10 @@ def _admits(wanted: str, version: Version) -> bool:
 
 def _is_newer(wanted: str, last: Version) -> bool:
     """Whether a version or range lies wholly above the release series of `last` (2.8.0: above 2.8)."""
-    pinned = _pinned(wanted)
-    if pinned:
-        return pinned.release[:2] > last.release[:2]
-    return not any(_admits(wanted, version) for version in _grid(last.major, last.minor))
+    one = pinned(wanted)
+    if one:
+        return one.release[:2] > last.release[:2]
+    return not any(admits(wanted, version) for version in _grid(last.major, last.minor))
 
 
 def _grid(major: int, minor: int) -> Iterable[Version]:
@@ -199,21 +200,21 @@ def _ipex(stack: Stack, torch: str, machine: str, *, wanted: bool) -> tuple[list
     last = Version(facts()[IPEX]["last"])
     if not wanted:
         return [], []
-    pinned = _pinned(torch)
+    one = pinned(torch)
     if machine != "x86_64" or _is_newer(torch, last):
         return [], [f"ipex: {IPEX} ended with {last}, for x86_64; torch {torch} runs without it"] if stack.ipex is True else []
-    if pinned is None:
+    if one is None:
         raise ProvisionError(
             f"ipex: true cannot be had for the range torch {torch}: {IPEX} has to match torch's major.minor",
             advice=f'pin one torch, such as `torch: "{last}"`',
         )
-    return [f"{IPEX}=={pinned.major}.{pinned.minor}.*"], []
+    return [f"{IPEX}=={one.major}.{one.minor}.*"], []
 
 
 def _numpy(torch: str) -> list[str]:
     """NumPy 1 for a torch that was compiled for it: with NumPy 2 such a torch imports, and then has no arrays."""
-    pinned, row = _pinned(torch), facts()["numpy"]
-    return [f"numpy{row['limit']}"] if pinned and pinned < Version(row["before_torch"]) else []
+    one, row = pinned(torch), facts()["numpy"]
+    return [f"numpy{row['limit']}"] if one and one < Version(row["before_torch"]) else []
 
 
 def _mpi(stack: Stack, site: _Site) -> list[str]:

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Literal
 
+from packaging.version import Version
+
 from orchestrator.errors import ProvisionError
 from orchestrator.specs.facts import NodeFacts
 from orchestrator.specs.lock import Lock, LockedWheel
@@ -50,10 +52,16 @@ def disagreements(nodes: Sequence[NodeFacts]) -> tuple[Finding, ...]:
         *_unequal(
             "interpreters differ",
             pythons,
-            "wheels and pickles must match: install the same Python on all nodes, or name one that all have: "
-            '`stack: {python: "3.11"}`',
+            f"wheels and pickles must match: {_one_python(nodes)}",
         ),
     )
+
+
+def _one_python(nodes: Sequence[NodeFacts]) -> str:
+    common = sorted(set.intersection(*(set(node.python.others) for node in nodes)), key=Version)
+    if not common:
+        return "install the same Python on all nodes"
+    return f'all nodes have Python {", ".join(common)}: name one, as in `stack: {{python: "{common[-1]}"}}`'
 
 
 def unfit_for(lock: Lock, nodes: Iterable[NodeFacts], size_bytes: Callable[[LockedWheel], int]) -> tuple[Finding, ...]:

@@ -12,6 +12,7 @@ from packaging.utils import canonicalize_name, parse_wheel_filename
 
 from orchestrator.errors import ProvisionError, ResolveError
 from orchestrator.planning.compat import StackChoice, choose_stack
+from orchestrator.planning.interpreters import minor, refuse_interpreter
 from orchestrator.planning.preflight import disagreements, refuse
 from orchestrator.specs.facts import NodeFacts
 from orchestrator.specs.inventory import Stack
@@ -48,9 +49,11 @@ def plan_stack(stack: Stack, nodes: Sequence[NodeFacts]) -> StackRequest:
     """The one resolution that serves all nodes.
 
     Raises:
-        ProvisionError: the nodes' interpreters or architectures differ (wheels and pickles must match), or nothing fits.
+        ProvisionError: the nodes' interpreters or architectures differ (wheels and pickles must match), torch has no wheels for
+            them, or nothing fits.
     """
     refuse(disagreements(nodes))
+    refuse_interpreter(stack, nodes)
     target = target_of(min(nodes, key=lambda node: _glibc(node)))
     has = [f"{node.name} Python {node.python.version} {node.arch}" for node in nodes]
     choice = choose_stack(stack, python_version=target.python_version, machine=nodes[0].arch, nodes=has)
@@ -59,10 +62,15 @@ def plan_stack(stack: Stack, nodes: Sequence[NodeFacts]) -> StackRequest:
 
 def target_of(node: NodeFacts) -> Target:
     """The wheel tags that a node accepts, by PEP 600: every manylinux up to its own glibc."""
-    major, minor = _glibc(node)
-    platforms = [f"manylinux_{major}_{version}_{node.arch}" for version in range(minor, OLDEST_GLIBC_MINOR - 1, -1)]
+    major, newest = _glibc(node)
+    platforms = [f"manylinux_{major}_{version}_{node.arch}" for version in range(newest, OLDEST_GLIBC_MINOR - 1, -1)]
     platforms += [f"{legacy}_{node.arch}" for legacy in ("manylinux2014", "manylinux2010", "manylinux1", "linux")]
-    return Target(python_version=_minor(node), implementation="cp", platforms=tuple(platforms), markers=dict(node.python.markers))
+    return Target(
+        python_version=minor(node.python.version),
+        implementation="cp",
+        platforms=tuple(platforms),
+        markers=dict(node.python.markers),
+    )
 
 
 def requirements_of(request: StackRequest) -> tuple[str, ...]:
@@ -147,10 +155,6 @@ def install_plan(lock: Lock, choice: StackChoice, root: str, python: str) -> Map
     }
 
 
-def _minor(node: NodeFacts) -> str:
-    return ".".join(node.python.version.split(".")[:2])
-
-
 def _glibc(node: NodeFacts) -> tuple[int, int]:
     kind, version = node.libc
     if kind != "glibc":
@@ -158,5 +162,5 @@ def _glibc(node: NodeFacts) -> tuple[int, int]:
             f"{node.name}: its C library is {kind}, and torch's wheels need glibc",
             advice="use a glibc-based system on the nodes",
         )
-    major, minor = version.split(".")[:2]
-    return int(major), int(minor)
+    parts = version.split(".")
+    return int(parts[0]), int(parts[1])

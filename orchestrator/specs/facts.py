@@ -42,12 +42,14 @@ class PythonFacts:
         version: the full version, such as "3.11.2".
         markers: PEP 508 environment markers by name.
         has_venv: `python -m venv` works.
+        others: the minor versions of Python that the node has on its PATH, such as "3.9", this one among them.
     """
 
     executable: str
     version: str
     markers: Mapping[str, str]
     has_venv: bool
+    others: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -341,6 +343,7 @@ def _python(fields: _Fields) -> PythonFacts:
         version=fields.text("version"),
         markers={name: markers.text(name) for name in markers.values},
         has_venv=fields.flag("has_venv"),
+        others=fields.texts("others"),
     )
 
 

@@ -134,6 +134,17 @@ def test_markers_are_all_that_requirements_may_ask_for() -> None:
     assert run_probe()["python"]["markers"] == expected
 
 
+def test_the_interpreters_on_path_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs called pythonX.Y that may be run, each once, in order; no other names."""
+    for place, names in (("a", ("python3.11", "python3.9", "python3.9-config")), ("b", ("python3.9", "python3"))):
+        (tmp_path / place).mkdir()
+        for name in names:
+            (tmp_path / place / name).symlink_to("/bin/sh")
+    (tmp_path / "b" / "python3.12").write_text("may not be run")
+    monkeypatch.setenv("PATH", f"{tmp_path}/a:{tmp_path}/b:{tmp_path}/none")
+    assert run_probe()["python"]["others"] == ["3.9", "3.11"]
+
+
 @every_interpreter
 def test_has_venv_tells_whether_venv_works(interpreter: Path) -> None:
     """`python -m venv` needs both its own module and ensurepip."""

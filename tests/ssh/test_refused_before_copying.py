@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -50,3 +51,19 @@ def test_a_disk_that_is_too_small_is_told_with_both_figures(lab: Lab, tmp_path: 
     assert f"too little disk space: here {disk}/root has 0.1 GB free, about 0.4 GB are needed" in done.stderr
     assert "do: free some space there, or name another `root`" in done.stderr
     assert done.stdout.split() == ["agent"]
+
+
+def test_an_interpreter_that_torch_has_no_wheels_for_is_told_before_resolving(
+    cluster_train: ClusterTrain, sshd_factory: SshdNodes, tmp_path: Path
+) -> None:
+    """A torch from before this Python: what was asked, what both nodes have, what would do; nothing was resolved or copied."""
+    nodes = sshd_factory(2)
+    path = Lab(nodes=nodes, wheels=tmp_path, cache=tmp_path).inventory(tmp_path / "lab.yml", tmp_path / "root")
+    path.write_text(path.read_text().replace("2.13.0", "1.10.2"))
+    here = f"3.{sys.version_info[1]}"
+    ran = cluster_train("provision", path)
+    assert ran.exit_code == 4, ran.stderr
+    assert f"torch 1.10.2 has no wheels for Python {here}, only for 3.6 to 3.9; the nodes have node0 Python {here}." in ran.stderr
+    assert f", node1 Python {here}." in ran.stderr and f"with Python {here} torch " in ran.stderr
+    assert "resolving" not in ran.stderr
+    assert sorted(path.name for path in (tmp_path / "root").iterdir()) == ["agent", "ssh"]

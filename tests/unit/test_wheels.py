@@ -56,7 +56,7 @@ def test_a_node_without_glibc_is_refused() -> None:
 def test_uv_travels_where_it_runs() -> None:
     """uv is asked for along with the stack, except for interpreters that are too old for it."""
     assert "uv" in requirements_of(plan_stack(Stack(), [node()]))
-    assert "uv" not in requirements_of(plan_stack(Stack(), [node(python="3.7.2")]))
+    assert "uv" not in requirements_of(plan_stack(Stack(torch="1.13.1"), [node(python="3.7.2")]))
 
 
 @pytest.mark.parametrize("picked", [wheel("nvidia-cublas-cu12"), wheel("torch", "2.13.0+cu128")])
