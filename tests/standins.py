@@ -169,7 +169,12 @@ def retired_stack(
     bindings_version = {"1.12.1": "1.12.100", "2.0.1": "2.0.100"}.get(torch_version, torch_version)
     standins = [
         *(torch(f"{torch_version}+cpu"), bindings(f"{bindings_version}+cpu", python=python), ipex(f"{torch_version}+cpu")),
-        *(transformers("4.20.1", torch_from="1.0"), transformers("5.0.0"), transformers("5.24.0", torch_from="2.4")),
+        *(
+            transformers("4.20.1", torch_from="1.0"),
+            transformers("4.52.4", torch_from="2.1"),
+            transformers("5.0.0"),
+            transformers("5.24.0", torch_from="2.4"),
+        ),
         *(accelerate("0.20.3", torch_from="1.6.0"), accelerate("1.12.0"), accelerate("1.15.0")),
         *(datasets(), package("numpy", "1.21.6"), package("numpy", "2.2.0"), *((impi(),) if mpi else ())),
     ]

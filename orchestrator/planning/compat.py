@@ -105,7 +105,7 @@ def choose_stack(stack: Stack, *, python_version: str, machine: str, nodes: Sequ
     ipex, ipex_notes = _ipex(stack, torch, machine, wanted=bool(bindings) if stack.ipex == "auto" else stack.ipex)
     requirements = [
         _requirement("torch", torch),
-        *(_limited(stack) if bindings else _current(stack)),
+        *_libraries(stack, with_ccl=bindings is not None, with_ipex=bool(ipex)),
         _requirement("datasets", stack.datasets),
         *([f"{BINDINGS}=={bindings.version}"] if bindings else []),
         *ipex,
@@ -123,7 +123,7 @@ def choose_stack(stack: Stack, *, python_version: str, machine: str, nodes: Sequ
             *([bindings.module] if bindings else []),
             *([IPEX] if ipex else []),
         ),
-        notes=tuple(notes + ipex_notes),
+        notes=tuple(notes + ipex_notes + _library_notes(stack, with_ipex=bool(ipex))),
     )
 
 
@@ -230,21 +230,33 @@ def _mpi(stack: Stack, site: _Site) -> list[str]:
     return [row["requirement"]]
 
 
-def _current(stack: Stack) -> list[str]:
-    return [_requirement("transformers", stack.transformers), _requirement("accelerate", stack.accelerate)]
-
-
-def _limited(stack: Stack) -> list[str]:
-    """Transformers and Accelerate where the retired bindings are used: the last that know them, unless one is asked for.
+def _libraries(stack: Stack, *, with_ccl: bool, with_ipex: bool) -> list[str]:
+    """Transformers and Accelerate. Beside retired packages the last that use them, unless others are asked for.
 
     The extra `torch` makes the resolver heed which torch a Transformers works with; without it an old torch gets a new one.
     """
-    limits: Mapping[str, str] = facts()["ccl_limits"]
-    wanted = stack.transformers if "transformers" in stack.model_fields_set else None
+    asked = stack.transformers if _asks_transformers(stack) else None
+    if not with_ccl and (asked or not with_ipex):
+        return [_requirement("transformers", stack.transformers), _requirement("accelerate", stack.accelerate)]
+    limits: dict[str, str] = dict(facts()["ccl_limits"])
+    if with_ipex and not asked:
+        limits |= facts()["ipex_limits"]
     return [
-        _requirement("transformers[torch]", wanted, limits["transformers"]),
+        _requirement("transformers[torch]", asked, limits["transformers"]),
         _requirement("accelerate", stack.accelerate, limits["accelerate"]),
     ]
+
+
+def _library_notes(stack: Stack, *, with_ipex: bool) -> list[str]:
+    if not with_ipex or _asks_transformers(stack):
+        return []
+    limit = facts()["ipex_limits"]["transformers"]
+    return [f"ipex: transformers {limit}, the last whose --use_ipex does anything; name another in `stack.transformers`"]
+
+
+def _asks_transformers(stack: Stack) -> bool:
+    """Whether the inventory names a Transformers; its default is no wish."""
+    return "transformers" in stack.model_fields_set
 
 
 def _requirement(name: str, wanted: str | None, limit: str = "") -> str:

@@ -41,20 +41,28 @@ def test_the_bindings_match_torch_to_the_patch_version(torch: str, bindings: str
 
 
 def test_the_last_torch_with_bindings_brings_all_that_goes_with_it() -> None:
-    """torch 2.8.0 with ccl: the bindings and IPEX of 2.8, and the last Transformers and Accelerate that know ccl."""
+    """torch 2.8.0 with ccl: bindings and IPEX of 2.8, the last Transformers to use IPEX, the last Accelerate to know ccl."""
     choice = choose(torch="2.8.0", backend="ccl")
     assert choice.requirements == (
-        *("torch==2.8.0", "transformers[torch]<5.1", "accelerate<=1.12", "datasets", "oneccl_bind_pt==2.8.0"),
+        *("torch==2.8.0", "transformers[torch]<4.53", "accelerate<=1.12", "datasets", "oneccl_bind_pt==2.8.0"),
         *("intel_extension_for_pytorch==2.8.*", "impi-rt==2021.18.1"),
     )
-    assert choice.modules[4:] == ("oneccl_bindings_for_pytorch", "intel_extension_for_pytorch") and choice.notes == ()
+    assert choice.modules[4:] == ("oneccl_bindings_for_pytorch", "intel_extension_for_pytorch")
+    assert choice.notes == (
+        "ipex: transformers <4.53, the last whose --use_ipex does anything; name another in `stack.transformers`",
+    )
+    without = choose(torch="2.8.0", backend="ccl", ipex=False)
+    assert "transformers[torch]<5.1" in without.requirements and without.notes == ()
     asked = choose(torch="2.8.0", transformers="5.0.0", accelerate=">=1.10", backend="ccl").requirements
     assert {"transformers[torch]<5.1,==5.0.0", "accelerate<=1.12,>=1.10"} <= set(asked)
 
 
 def test_the_default_transformers_gives_way_and_one_that_is_asked_for_does_not() -> None:
     """5.24.0 is a default, not a wish; written into the inventory it is a wish, and cannot be had with ccl."""
-    assert "transformers[torch]<5.1" in choose(torch="2.8.0", backend="ccl").requirements
+    assert "transformers[torch]<4.53" in choose(torch="2.8.0", backend="ccl").requirements
+    with_gloo = choose(torch="2.8.0", backend="gloo", ipex=True).requirements
+    assert {"transformers[torch]<4.53", "accelerate<=1.12"} <= set(with_gloo)
+    assert "transformers==5.24.0" in choose(torch="2.8.0", transformers="5.24.0", backend="gloo", ipex=True).requirements
     assert "transformers==5.24.0" in choose(torch="2.8.0").requirements
     with pytest.raises(ProvisionError, match=r"transformers (==5\.24\.0 and <5\.1|<5\.1 and ==5\.24\.0)"):
         choose(torch="2.8.0", transformers="5.24.0", backend="ccl")
