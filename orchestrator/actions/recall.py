@@ -77,7 +77,7 @@ def _paths(node: NodeFacts) -> tuple[str, ...]:
     """What a change of these facts would touch: directories that gain or lose an entry, and files that are replaced."""
     root = node.root
     held = [f"{root}/{name}" for name in ("agent", "envs", "jobs", "wheelhouse")]
-    complete = [f"{root}/envs/{digest}/complete.json" for digest in node.state.envs]
+    complete = [f"{root}/envs/{digest}/{name}" for digest in node.state.envs for name in ("complete.json", "bin/python")]
     keys = [f"{node.home}/.ssh/authorized_keys"] if node.authorized else []
     key = [f"{root}/ssh/id_ed25519"] if node.cluster_key else []
     # Replaced with the system's libraries, glibc among them; its boot names the machine.
