@@ -19,17 +19,10 @@ import signal
 import sys
 import time
 
-import children
+import attempt
 import processes
 import records
 import runs
-
-WATCHED = {signal.SIGTERM, signal.SIGINT, signal.SIGCHLD}
-STOP_MARGIN_S = 5.0  # beyond the ranks' grace, before mpirun is forced
-# How mpirun is forced, and what each step is given: a second SIGINT makes hydra clean up on all nodes.
-FORCE = ((signal.SIGINT, 0.5), (signal.SIGINT, 2.0), (signal.SIGKILL, 60.0))
-SETTLE_S = 5.0  # for ranks to record their end after mpirun has gone
-KEPT_VARIABLES = ("HOME", "USER", "LOGNAME", "SHELL", "PATH", "LANG", "LC_ALL", "TMPDIR", "TZ")
 
 
 def main() -> int:
@@ -46,11 +39,11 @@ def main() -> int:
 def start(options: argparse.Namespace) -> int:
     """Make the run's directory and leave a supervisor with it; prints once mpirun has been started."""
     order = read_order(sys.stdin.read())
-    environment = mpirun_environment(order)
+    attempt.mpirun_environment(order)  # refused here, it leaves no directory
     run = runs.Run(make_run_directory(order), first_status(order))
     answer, report = os.pipe()
     if os.fork() == 0:
-        os._exit(become_supervisor(run, order, environment, report))
+        os._exit(become_supervisor(run, order, report))
     os.close(report)
     with open(answer, "rb") as stream:
         reply = json.loads(stream.read().decode("ascii") or "{}")
@@ -67,7 +60,7 @@ def stop(options: argparse.Namespace) -> int:
         raise runs.Problem("there is no run %s on this node" % options.run)
     if not run.is_ours:
         raise runs.Problem("run %s was started on another node: stop it there" % options.run)
-    limit_s = options.limit_s or run.status["grace_s"] + 3 * STOP_MARGIN_S
+    limit_s = options.limit_s or run.status["grace_s"] + 3 * attempt.STOP_MARGIN_S
     if not runs.stop(run, signal.SIGINT if options.now else signal.SIGTERM, limit_s):
         raise runs.Problem("run %s has not ended within %d s: sweep its nodes" % (options.run, limit_s))
     return say(run.status)
@@ -126,21 +119,6 @@ def read_order(text: str) -> dict:
     return order
 
 
-def mpirun_environment(order: dict) -> dict:
-    """mpirun's environment as bytes: what a login has, what the plan gives, and what rank.py counts on."""
-    try:
-        launch = records.encode_launch(order["launch"])
-        records.decode_launch(launch)
-    except (KeyError, ValueError) as error:
-        raise runs.Problem(str(error))
-    variables = {name: os.environ[name] for name in KEPT_VARIABLES if name in os.environ}
-    variables.update(order["mpirun"]["env"])
-    # Intel MPI's own clean-up comes to rank.py as SIGHUP, which it can tell from a stop (and survive to record it).
-    variables["I_MPI_JOB_ABORT_SIGNAL"] = str(int(signal.SIGHUP))
-    variables.update({records.LAUNCH_VARIABLE: launch, records.RUN_VARIABLE: order["launch"]["run_id"]})
-    return {records.to_bytes(name): records.to_bytes(value) for name, value in variables.items()}
-
-
 def make_run_directory(order: dict) -> str:
     """The run's directory with its files; Problem where there is one already."""
     run_dir = records.to_path(order["launch"]["run_dir"])
@@ -176,7 +154,7 @@ def first_status(order: dict) -> dict:
     }
 
 
-def become_supervisor(run: runs.Run, order: dict, environment: dict, report: int) -> int:
+def become_supervisor(run: runs.Run, order: dict, report: int) -> int:
     """In a forked child: leave the session of whoever called, and own the run until it has ended."""
     os.setsid()
     if os.fork():
@@ -184,7 +162,7 @@ def become_supervisor(run: runs.Run, order: dict, environment: dict, report: int
     try:
         detach(os.path.join(run.run_dir, "supervise.log"), report)
         run.set(supervisor=processes.identity(os.getpid()))
-        supervise(run, order, environment, report)
+        supervise(run, order, report)
     except BaseException:
         run.set(state="failed", reason="its supervisor failed: see supervise.log", ended_unix_s=time.time())
         raise
@@ -206,24 +184,25 @@ def detach(log: str, kept: int) -> None:
     os.chdir("/")
 
 
-def supervise(run: runs.Run, order: dict, environment: dict, report: int) -> None:
-    """Start mpirun, tell the caller, and see the run to its end."""
+def supervise(run: runs.Run, order: dict, report: int) -> None:
+    """Attempt the run until it has ended, and record how; whoever asked for it is told once its mpirun has started."""
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_BLOCK, WATCHED)
-    command = [records.to_bytes(word) for word in order["mpirun"]["argv"]]
-    logs = [os.path.join(run.run_dir, name) for name in ("mpirun.out", "mpirun.err")]
-    try:
-        # hydra goes to mpirun's directory on every node: it must be one that is everywhere. Without a supervisor nobody
-        # would see a stop through: mpirun's death is what ends all ranks for certain.
-        mpirun = children.start(command, environment, logs, "/", signal.SIGKILL)
-    except children.StartError as error:
-        run.set(state="failed", reason=str(error), ended_unix_s=time.time())
-        return answer(report, {"error": str(error)})
-    run.set(state="running", mpirun=processes.identity(mpirun.pid))
-    answer(report, {"run_id": run.status["run_id"], "supervisor": run.status["supervisor"]})
-    is_asked = watch(run, mpirun, order)
-    runs.settle(run, order["grace_s"] if is_asked else SETTLE_S)
-    conclude(run, mpirun, is_asked)
+    signal.pthread_sigmask(signal.SIG_BLOCK, attempt.WATCHED)
+
+    unanswered = [report]  # once: a later descriptor may have its number
+
+    def tell(reply):
+        if unanswered:
+            answer(unanswered.pop(), reply)
+
+    while order:
+        outcome = attempt.attempt(run, order, tell)
+        order = next_order(run, order, outcome)
+    run.set(ended_unix_s=time.time(), **outcome.status())
+
+
+def next_order(run: runs.Run, order: dict, outcome: attempt.Outcome) -> dict:
+    """What to attempt next after this outcome; None where the run has ended."""
     return None
 
 
@@ -234,56 +213,6 @@ def answer(report: int, reply: dict) -> None:
     except OSError:
         pass
     os.close(report)
-
-
-def watch(run: runs.Run, mpirun: children.Child, order: dict) -> bool:
-    """Wait for mpirun's end, and stop it when told to; whether it was."""
-    force, deadline = list(FORCE), None
-    while mpirun.status is None:
-        left_s = 3600.0 if deadline is None else max(0.0, deadline - time.monotonic())
-        event = signal.sigtimedwait(WATCHED, left_s)
-        if event is None and deadline is not None:
-            signum, patience_s = force.pop(0) if force else FORCE[-1]
-            os.kill(mpirun.pid, signum)
-            deadline = time.monotonic() + patience_s
-        elif event is not None and event.si_signo == signal.SIGCHLD:
-            mpirun.reap()
-        elif event is not None:
-            if deadline is None:
-                run.set(state="stopping")
-                os.kill(mpirun.pid, records.stop_signal(order["launch"]))
-                deadline = time.monotonic() + order["grace_s"] + STOP_MARGIN_S
-            if event.si_signo == signal.SIGINT:
-                deadline = time.monotonic()
-    return deadline is not None
-
-
-def conclude(run: runs.Run, mpirun: children.Child, is_asked: bool) -> None:
-    """Record how the run ended."""
-    reasons = why_failed(mpirun, run.ranks_here())
-    run.set(
-        state="stopped" if is_asked else "failed" if reasons else "succeeded",
-        reason="; ".join(reasons) or None,
-        mpirun_exit=mpirun.exit_code,
-        mpirun_signal=mpirun.signal,
-        ended_unix_s=time.time(),
-    )
-
-
-def why_failed(mpirun: children.Child, ranks: list) -> list:
-    """What was not good about the end. mpirun's word alone is not enough: Open MPI says 0 where a node was lost."""
-    reasons, consequences = [], []
-    if mpirun.shell_code:
-        reasons.append("mpirun ended with %s" % (mpirun.signal or "exit code %d" % mpirun.exit_code))
-    for rank in ranks:
-        end = rank["exit"]
-        if end is None:
-            reasons.append("rank %d left no record of its end" % rank["rank"])
-        elif end["ended_by"]:
-            consequences.append("rank %d was ended (%s)" % (rank["rank"], end["ended_by"]))
-        elif end["exit_code"] != 0:
-            reasons.append("rank %d ended with %s" % (rank["rank"], end["signal"] or "exit code %d" % end["exit_code"]))
-    return reasons or consequences
 
 
 if __name__ == "__main__":
