@@ -7,8 +7,10 @@ what it starts gets them unblocked. No descriptor is closed: PMI's own must reac
 import ctypes
 import os
 import signal
+import struct
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+SIGSET_BYTES, SIGINFO_BYTES = 128, 128  # of C's sigset_t and the kernel's signalfd_siginfo
 UNSTARTED = 127  # exit code of a child that never became the program it should be
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -100,6 +102,25 @@ def die_with(parent: int, signum: int) -> None:
 def adopt_orphans() -> None:
     """Become the parent of every descendant whose own parent dies."""
     _libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def signal_descriptor(signals: set) -> int:
+    """A descriptor from which these signals, which must be blocked, can be read as they come (signalfd); see `read_signals`."""
+    mask = sum(1 << (number - 1) for number in signals)
+    words = struct.pack("=Q", mask).ljust(SIGSET_BYTES, b"\0")
+    descriptor = _libc.signalfd(-1, words, os.O_NONBLOCK | os.O_CLOEXEC)
+    if descriptor < 0:
+        raise OSError(ctypes.get_errno(), "signalfd")
+    return descriptor
+
+
+def read_signals(descriptor: int) -> list:
+    """The numbers of the signals that have come to a `signal_descriptor`."""
+    try:
+        data = os.read(descriptor, SIGINFO_BYTES * 64)
+    except BlockingIOError:
+        return []
+    return [struct.unpack_from("=I", data, offset)[0] for offset in range(0, len(data), SIGINFO_BYTES)]
 
 
 def _become_program(descriptors: list, directory: str, death_signal: int, parent: int) -> None:

@@ -11,6 +11,7 @@ import time
 
 # Between two looks at /proc while waiting for processes to end.
 POLL_S = 0.01
+TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 Stat = collections.namedtuple("Stat", "pid ppid start_ticks alive")
 
@@ -74,6 +75,23 @@ def descendants(pid: int) -> list:
         found.extend(stat for stat in below if stat.alive and stat.pid != os.getpid())
         parents.extend(stat.pid for stat in below)
     return [_identity(stat) for stat in found]
+
+
+def cpu_seconds(pid: int) -> float:
+    """CPU time of a process, of its ended children, and of its living descendants that its main threads have started."""
+    total, pids = 0, [pid]
+    while pids:
+        one = pids.pop()
+        try:
+            with open("/proc/%d/stat" % one, "rb") as stream:
+                text = stream.read()
+            total += sum(map(int, text[text.rfind(b")") + 2 :].split()[11:15]))
+            # Where the kernel does not list them (CONFIG_PROC_CHILDREN), living descendants are left out.
+            with open("/proc/%d/task/%d/children" % (one, one), "rb") as stream:
+                pids += map(int, stream.read().split())
+        except (FileNotFoundError, ProcessLookupError, PermissionError):
+            pass
+    return total / TICKS_PER_S
 
 
 def tagged(variables: dict) -> list:

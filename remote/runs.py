@@ -5,6 +5,7 @@ records of other machines too: process numbers are compared on the machine that 
 """
 
 import os
+import sys
 import time
 
 import processes
@@ -12,6 +13,7 @@ import records
 import scratch
 
 FINAL = ("succeeded", "failed", "stopped")
+RESERVE, RESERVE_BYTES = "reserve", 64 * 1024  # room that is given back where a full disk does not take the last status
 
 
 class Problem(Exception):
@@ -45,10 +47,27 @@ class Run:
         """Whether there is nobody left who would change the state."""
         return self.is_final or self.is_lost
 
-    def set(self, **changes: object) -> None:
-        """Change the status."""
+    def set(self, **changes: object) -> bool:
+        """Change the status; False where a full disk takes it in memory only, until the next change."""
         self.status.update(changes)
-        records.write_record(os.path.join(self.run_dir, "status.json"), self.status)
+        is_saved = self._save()
+        if self.is_final:
+            self._give_back_reserve()
+        return is_saved or (self.is_final and self._save())
+
+    def _save(self) -> bool:
+        try:
+            records.write_record(os.path.join(self.run_dir, "status.json"), self.status)
+        except OSError as error:
+            sys.stderr.write("status.json could not be written: %s\n" % error)
+            return False
+        return True
+
+    def _give_back_reserve(self) -> None:
+        try:
+            os.unlink(os.path.join(self.run_dir, RESERVE))
+        except OSError:
+            pass  # it was given back before
 
     def refresh(self) -> None:
         """Read what the supervisor has written meanwhile."""

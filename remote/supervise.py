@@ -24,6 +24,8 @@ import processes
 import records
 import runs
 
+FULL_DISK_S = 600.0  # for somebody to make room for the last status
+
 
 def main() -> int:
     """Carry out one command; 1 where it failed, with {"error": ...} on stdout and the same for people on stderr."""
@@ -39,7 +41,7 @@ def main() -> int:
 def start(options: argparse.Namespace) -> int:
     """Make the run's directory and leave a supervisor with it; prints once mpirun has been started."""
     order = read_order(sys.stdin.read())
-    attempt.mpirun_environment(order)  # refused here, it leaves no directory
+    attempt.mpirun_environment(order, None)  # refused here, it leaves no directory
     run = runs.Run(make_run_directory(order), first_status(order))
     answer, report = os.pipe()
     if os.fork() == 0:
@@ -128,6 +130,7 @@ def make_run_directory(order: dict) -> str:
         for name, file in order["files"].items():
             records.write_text(os.path.join(run_dir, name), file["text"], file["mode"])
         records.write_record(os.path.join(run_dir, "run.json"), order)
+        records.write_text(os.path.join(run_dir, runs.RESERVE), " " * runs.RESERVE_BYTES)
     except FileExistsError:
         raise runs.Problem("there is a run in %s already" % run_dir)
     except OSError as error:
@@ -151,6 +154,10 @@ def first_status(order: dict) -> dict:
         "ended_unix_s": None,
         "grace_s": order["grace_s"],
         "label": order["label"],
+        "verdict": None,
+        "nodes": {},
+        "stall": None,
+        "notices": [],
     }
 
 
@@ -198,7 +205,9 @@ def supervise(run: runs.Run, order: dict, report: int) -> None:
     while order:
         outcome = attempt.attempt(run, order, tell)
         order = next_order(run, order, outcome)
-    run.set(ended_unix_s=time.time(), **outcome.status())
+    ended_unix_s, deadline = time.time(), time.monotonic() + FULL_DISK_S
+    while not run.set(ended_unix_s=ended_unix_s, **outcome.status()) and time.monotonic() < deadline:
+        time.sleep(1.0)
 
 
 def next_order(run: runs.Run, order: dict, outcome: attempt.Outcome) -> dict:

@@ -52,6 +52,7 @@ class Node:
         self.root = root
         self.python = python
         self.agent_dir = REMOTE
+        self.limits: dict[str, Any] = {}
 
     def run_dir(self, run_id: str) -> Path:
         return self.root / "runs" / run_id
@@ -85,6 +86,7 @@ class Node:
             "world_size": size,
             "grace_s": 10.0,
             "bootstrap": {"backend": "gloo"},
+            "beat": {"address": "127.0.0.1", "timeout_s": 60.0},
             "ranks": ranks,
         }
         return {**document, **changes}
@@ -97,13 +99,14 @@ class Node:
         return done.returncode, json.loads(done.stdout)
 
     def start(self, launch: dict[str, Any], argv: Sequence[str], **env: str) -> tuple[int, dict[str, Any]]:
-        """Hand a launch to the supervisor."""
+        """Hand a launch to the supervisor, with `self.limits`."""
         order = {
             "launch": launch,
             "mpirun": {"argv": list(argv), "env": env},
             "grace_s": launch["grace_s"],
             "files": {"hostfile": {"text": "127.0.0.1:4\n", "mode": 0o600}},
             "label": {"cluster": "here"},
+            "limits": self.limits,
         }
         return self.call("supervise.py", "start", stdin=json.dumps(order))
 

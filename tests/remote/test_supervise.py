@@ -108,7 +108,10 @@ def test_a_failed_rank_ends_the_others(mpi_node: MpiNode) -> None:
     (mpi_node.run_dir("failed") / "work" / "go").touch()
     status = mpi_node.until_final("failed")
     assert (status["state"], status["mpirun_exit"]) == ("failed", 3)
-    assert status["reason"] == "mpirun ended with exit code 3; rank 2 ended with exit code 3"
+    assert status["reason"] == status["verdict"]["summary"] == "rank 2 on node0 ended with exit code 3"
+    assert [(other["rank"], other["summary"]) for other in status["verdict"]["others"]] == [
+        (rank, "was ended with the others") for rank in (0, 1, 3)
+    ]
     assert exits(status)[2] == (3, None, None)
     assert [end[2] for end in exits(status)] == ["abort", "abort", None, "abort"]
     assert [rank["exit"]["stopped"] for rank in status["ranks"]] == [True, True, False, True]
@@ -233,7 +236,7 @@ def test_a_run_is_not_good_because_mpirun_says_so(node: Node) -> None:
     env = {"PMI_RANK": "0", "PMI_SIZE": "1"}
     assert node.start(launch, ["/bin/sh", "-c", hide], **env)[0] == 0
     status = node.until_final("hidden")
-    assert (status["state"], status["mpirun_exit"], status["reason"]) == ("failed", 0, "rank 0 ended with exit code 4")
+    assert (status["state"], status["mpirun_exit"], status["reason"]) == ("failed", 0, "rank 0 on node0 ended with exit code 4")
 
 
 def test_mpirun_that_cannot_start_is_told_at_once(node: Node) -> None:
@@ -363,7 +366,10 @@ def test_a_sweep_lets_a_living_rank_end_its_script(node: Node) -> None:
     assert node.output("left", 0) == "ready\nsaved\n"
     status = node.until_final("left")
     assert exits(status) == [(0, None, "stop")]
-    assert (status["state"], status["reason"]) == ("failed", "rank 0 was ended (stop)"), "nobody had asked the supervisor"
+    assert (status["state"], status["reason"]) == (
+        "failed",
+        "rank 0 on node0 was stopped (stop), and nobody had asked for that",
+    )
 
 
 @pytest.fixture(params=INTERPRETERS, ids=lambda path: Path(path).parent.parent.name)

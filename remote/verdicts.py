@@ -1,0 +1,169 @@
+"""What failed first: a pure judgement of what was heard of the ranks, of mpirun's end, and of the limits that were passed.
+
+A verdict is {"kind", "summary", "rank", "node", "exit_code", "signal", "reason", "tail", "tail_of", "ended_unix_s", "others"}.
+Kinds: exit, signal, refused, exception, out_of_memory, disk_full, collective_timeout, peer_lost (of a rank); vanished,
+node_lost, orphaned, ended, start_timeout, run_timeout, stalled, mpirun. `others`: the ranks that ended because of it.
+"""
+
+import collections
+
+EMPTY = {
+    "kind": None,
+    "summary": "",
+    "rank": None,
+    "node": None,
+    "exit_code": None,
+    "signal": None,
+    "reason": None,
+    "tail": [],
+    "tail_of": None,
+    "ended_unix_s": None,
+    "others": [],
+}
+
+# One rank's end as evidence. record: its exit record or None; at_s: when it was heard of; missing_s: since when it is
+# missing without a word, or None.
+Evidence = collections.namedtuple("Evidence", "rank node record at_s missing_s")
+
+ENDED_BECAUSE = {
+    "stop": "was stopped",
+    "interrupt": "was stopped",
+    "abort": "was ended with the others",
+    "orphaned": "lost its parent process",
+    "cut_off": "lost its connection to the head and ended itself",
+}
+
+
+def judge(evidence: list, mpirun: dict, passed: dict) -> dict:
+    """The verdict on an attempt; None where nothing failed.
+
+    mpirun: its exit_code, signal, and whether `is_ours`: we have forced it. passed: the verdict of a limit that the
+    supervisor has enforced (made by `limit`), or None.
+    """
+    verdict = passed or first_failure(evidence)
+    if verdict is None and mpirun["signal"] and not mpirun["is_ours"]:
+        verdict = dict(EMPTY, kind="mpirun", signal=mpirun["signal"], summary="mpirun was killed by %s" % mpirun["signal"])
+    verdict = verdict or first_orphan(evidence)
+    if verdict is None and mpirun["exit_code"]:
+        verdict = dict(EMPTY, kind="mpirun", exit_code=mpirun["exit_code"])
+        verdict["summary"] = "mpirun ended with exit code %d and no rank says why" % mpirun["exit_code"]
+    unknown = [one for one in evidence if one.record is None]
+    if verdict is None and unknown:
+        verdict = dict(EMPTY, kind="vanished", rank=unknown[0].rank, node=unknown[0].node)
+        verdict["summary"] = "%s left no record of %s end" % (name_ranks(unknown), "its" if len(unknown) == 1 else "their")
+    if verdict is not None:
+        verdict["others"] = [other(one) for one in evidence if one.rank != verdict["rank"] and is_other(one, verdict)]
+    return verdict
+
+
+def first_failure(evidence: list) -> dict:
+    """The first that failed by itself. Ranks that only say that a peer has gone come after all that may be that peer."""
+    failed = [one for one in evidence if one.record and is_failure(one.record)]
+    missing = [one for one in evidence if one.missing_s is not None]
+    causes = [(one.at_s, of_rank(one)) for one in failed if not is_about_peer(one.record)]
+    causes += [(min(one.missing_s for one in those), of_missing(node, those)) for node, those in by_node(missing, evidence)]
+    if not causes:
+        causes = [(one.at_s, of_rank(one)) for one in failed]
+    return first(causes)
+
+
+def first_orphan(evidence: list) -> dict:
+    """The first rank that lost its parent, or was ended by somebody else, where nothing else has failed."""
+    ended = [one for one in evidence if one.record and one.record["ended_by"]]
+    orphans = [one for one in ended if one.record["ended_by"] == "orphaned"]
+    return first([(one.at_s, of_rank(one)) for one in orphans or ended])
+
+
+def first(causes: list) -> dict:
+    """The earliest of (time, verdict); None where there is none."""
+    return min(causes, key=lambda cause: cause[0])[1] if causes else None
+
+
+def of_rank(one: Evidence) -> dict:
+    """The verdict that this rank's end was what failed first."""
+    record = one.record
+    verdict = dict(EMPTY, rank=one.rank, node=one.node)
+    for field in ("exit_code", "signal", "ended_unix_s", "tail", "tail_of", "reason"):
+        verdict[field] = record.get(field) or verdict[field]
+    reason = record.get("reason")
+    if reason:
+        verdict["kind"] = reason["kind"]
+    elif record.get("error"):
+        verdict["kind"] = "refused"
+    elif record["ended_by"]:
+        verdict["kind"] = "orphaned" if record["ended_by"] == "orphaned" else "ended"
+    else:
+        verdict["kind"] = "signal" if record["signal"] else "exit"
+    verdict["summary"] = "rank %d on %s %s" % (one.rank, one.node, how(record))
+    return verdict
+
+
+def of_missing(node: str, those: list) -> dict:
+    """The verdict that a node, or some rank on a node that lives, was lost."""
+    is_node = node is not None
+    verdict = dict(EMPTY, kind="node_lost" if is_node else "vanished", node=those[0].node)
+    if is_node:
+        verdict["summary"] = "node %s was lost: nothing is heard of %s" % (node, name_ranks(those))
+    else:
+        verdict["rank"] = those[0].rank
+        verdict["summary"] = "%s on %s vanished without a record of its end" % (name_ranks(those), those[0].node)
+    return verdict
+
+
+def limit(kind: str, summary: str, **facts: object) -> dict:
+    """The verdict that the run has passed a limit, or never began."""
+    return dict(EMPTY, kind=kind, summary=summary, **facts)
+
+
+def by_node(missing: list, evidence: list) -> list:
+    """(node, its missing ranks) where nothing of the node is left; (None, [rank]) where others on its node still spoke."""
+    found = []
+    for node in sorted({one.node for one in missing}):
+        those = [one for one in missing if one.node == node]
+        since_s = min(one.missing_s for one in those)
+        spoke = [one for one in evidence if one.node == node and one.record and one.at_s > since_s]
+        found += [(None, [one]) for one in those] if spoke else [(node, those)]
+    return found
+
+
+def how(record: dict) -> str:
+    """A rank's end in words, with its reason."""
+    if record.get("error"):
+        return "could not go on: %s" % record["error"]
+    if record["ended_by"] == "orphaned":
+        return "lost its parent process: mpirun or its helper was killed there"
+    if record["ended_by"]:
+        return "%s (%s), and nobody had asked for that" % (ENDED_BECAUSE[record["ended_by"]], record["ended_by"])
+    text = "was killed by %s" % record["signal"] if record["signal"] else "ended with exit code %d" % record["exit_code"]
+    return text + (": " + record["reason"]["text"] if record.get("reason") else "")
+
+
+def other(one: Evidence) -> dict:
+    """A rank that ended because of the first failure, for the record."""
+    record = one.record or {}
+    text = ENDED_BECAUSE.get(record.get("ended_by")) or (how(record) if record else "left no record of its end")
+    ended = {field: record.get(field) for field in ("exit_code", "signal", "ended_by")}
+    return dict(ended, rank=one.rank, node=one.node, summary=text)
+
+
+def is_other(one: Evidence, verdict: dict) -> bool:
+    """Whether this end is a consequence: all but a good one, and but those that were lost with their node."""
+    if one.record is None:
+        return not (verdict["kind"] == "node_lost" and one.node == verdict["node"])
+    return bool(one.record["ended_by"]) or is_failure(one.record)
+
+
+def is_failure(record: dict) -> bool:
+    """Whether a rank failed by itself."""
+    return not record["ended_by"] and (bool(record["signal"]) or record["exit_code"] != 0)
+
+
+def is_about_peer(record: dict) -> bool:
+    """Whether it failed because another rank was not there any more, or did not come in time."""
+    return bool(record.get("reason")) and record["reason"]["kind"] in ("peer_lost", "collective_timeout")
+
+
+def name_ranks(those: list) -> str:
+    """`rank 1` or `ranks 0, 1`."""
+    numbers = ", ".join(str(one.rank) for one in sorted(those))
+    return ("rank %s" if len(those) == 1 else "ranks %s") % numbers
