@@ -29,6 +29,7 @@ from orchestrator.errors import ClusterTrainError, Interrupted, InventoryError
 from orchestrator.planning.launch import LaunchPlan
 from orchestrator.planning.script import by_hand, mpirun_line, placement_table
 from orchestrator.planning.tables import table
+from orchestrator.planning.verdict import Verdict
 from orchestrator.specs.events import Result
 from orchestrator.specs.inventory import Inventory, apply_overrides, is_secret_name
 
@@ -396,7 +397,9 @@ def _finish(ctx: click.Context, outcome: Outcome, console: Console) -> None:
     verdict = outcome.verdict
     lines = [f"run {outcome.run_id} {verdict.state}: {verdict.summary}", f"record: {outcome.record}"]
     if outcome.tail and verdict.state == "failed":
-        lines[1:1] = [f"last lines of rank {verdict.rank}:", *(f"    {line}" for line in outcome.tail)]
+        whose = "mpirun" if verdict.rank is None else f"rank {verdict.rank}"
+        lines[1:1] = [f"last lines of {whose}:", *(f"    {line}" for line in outcome.tail)]
+    lines[1:1] = _consequences(verdict)
     document = {
         "run_id": outcome.run_id,
         **verdict.to_json(),
@@ -405,6 +408,14 @@ def _finish(ctx: click.Context, outcome: Outcome, console: Console) -> None:
     }
     console.emit(Result(document=document, text="\n".join(lines)))
     ctx.exit(0 if verdict.state == "succeeded" else 1)
+
+
+def _consequences(verdict: Verdict) -> list[str]:
+    """What became of the other ranks, each kind of end on a line."""
+    ranks: dict[str, list[str]] = {}
+    for other in verdict.others:
+        ranks.setdefault(other["summary"], []).append(str(other["rank"]))
+    return [f"because of it: rank {', '.join(those)} {summary}" for summary, those in ranks.items()]
 
 
 def _dry_run_result(inventory: Inventory, plan: LaunchPlan) -> Result:
@@ -446,9 +457,26 @@ def _status_text(found: Mapping[str, Any]) -> str:
     verdict = found.get("verdict")
     lines = [f"run {found['run_id']}: {found['state']}" + (f": {verdict['summary']}" if verdict else "")]
     lines.append(f"since {_when(found['started_unix_s'])}, {_duration(found)}, script {found['label'].get('script')}")
+    lines += _what_is_heard(found)
     rows = [("rank", "node", "state", "pid", "max memory", "CPU time")]
     rows += [_rank_row(rank) for rank in found["ranks"]]
     return "\n".join([*lines, table(rows)])
+
+
+def _what_is_heard(found: Mapping[str, Any]) -> list[str]:
+    """Nodes of which nothing is heard, and what the ranks of a stalled run are doing."""
+    heard = found.get("nodes") or {}
+    lines = [f"{node}: {state}" for node, state in heard.items() if state == "quiet" or state.startswith("no heartbeat")]
+    lines += found.get("notices") or []
+    stall = found.get("stall")
+    if stall:
+        lines.append(f"no rank has written anything since {_when(stall['since_unix_s'])}")
+    for rank in stall["ranks"] if stall else ():
+        lines.append(
+            f"rank {rank['rank']} on {rank['node']}, {rank['cpu_s']:.1f} s of CPU time since then, {rank['by'] or 'no stacks'}:"
+        )
+        lines += [f"    {line}" for line in (rank["stacks"] or "").splitlines()]
+    return lines
 
 
 def _rank_row(rank: Mapping[str, Any]) -> tuple[str, str, str, str, str, str]:

@@ -12,10 +12,13 @@ need in order to train as one job on CPU nodes is put into them after, and only 
   stand-in where the package is not installed. Libraries that look for these packages are not fooled.
 
 Every replacement is told once, on rank 0's stderr. In the environment: RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE,
-MASTER_ADDR, MASTER_PORT, and CLUSTER_TRAIN_BOOTSTRAP, a JSON object whose `backend` names the backend of this run.
+MASTER_ADDR, MASTER_PORT, and CLUSTER_TRAIN_BOOTSTRAP, a JSON object whose `backend` names the backend of this run, and whose
+`ddp_timeout_s` is the time limit of collectives for scripts that name none. CLUSTER_TRAIN_STACKS names the file into which
+the stacks of all threads are written at the signal STACKS_SIGNAL, until the script takes that signal for itself.
 """
 
 import builtins
+import faulthandler
 import functools
 import importlib
 import importlib.machinery
@@ -23,11 +26,14 @@ import json
 import os
 import re
 import runpy
+import signal
 import sys
 import types
 from datetime import timedelta
 
 SETTINGS_VARIABLE = "CLUSTER_TRAIN_BOOTSTRAP"
+STACKS_VARIABLE, STACKS_SIGNAL = "CLUSTER_TRAIN_STACKS", signal.SIGRTMIN + 7  # as in stacks.py
+TRAINER_TIMEOUT_S = 1800  # TrainingArguments' own: nobody has chosen it
 CPU_BACKENDS = ("ccl", "gloo", "mpi")
 CCL_BINDINGS = ("oneccl_bindings_for_pytorch", "torch_ccl")  # the package's names since 1.12 and before
 IPEX = "intel_extension_for_pytorch"
@@ -45,8 +51,18 @@ def main():
     if not os.path.isfile(script):
         print("cluster-train: there is no script %s on %s" % (script, os.uname().nodename), file=sys.stderr)
         sys.exit(2)
+    show_stacks_when_asked()
     install_hooks(script)
     run(script, sys.argv[1:])
+
+
+def show_stacks_when_asked():
+    """Have faulthandler write all threads' stacks at the signal, also while the main thread waits in a collective."""
+    path = os.environ.get(STACKS_VARIABLE)
+    if path:
+        # It stays open as long as the process lives; what the script starts as a new program does not get it.
+        file = os.fdopen(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600), "wb")
+        faulthandler.register(STACKS_SIGNAL, file=file, all_threads=True, chain=False)
 
 
 def run(script, argv):
@@ -106,8 +122,18 @@ def backend_for(asked):
 
 def effective_backend():
     """The torch.distributed backend of this run."""
-    settings = json.loads(os.environ.get(SETTINGS_VARIABLE, "null")) or {}
-    return settings.get("backend", "gloo")
+    return settings().get("backend", "gloo")
+
+
+def default_timeout():
+    """The time limit of collectives that this run sets where the script sets none, or None."""
+    limit_s = settings().get("ddp_timeout_s")
+    return timedelta(seconds=limit_s) if limit_s else None
+
+
+def settings():
+    """What this run has chosen."""
+    return json.loads(os.environ.get(SETTINGS_VARIABLE, "null")) or {}
 
 
 def register_backend(name):
@@ -147,14 +173,18 @@ def note(text):
 
 
 def patch_torch(module):
-    """torch.distributed.distributed_c10d: a backend that does not exist becomes the one of this run."""
-    original = module.init_process_group
+    """torch.distributed.distributed_c10d: a backend that does not exist becomes the one of this run; its time limit holds."""
+    original, limit = module.init_process_group, default_timeout()
 
     @functools.wraps(original)
     def init_process_group(backend=None, *args, **kwargs):
+        if limit and len(args) < 2 and kwargs.get("timeout") is None:  # the arguments after the backend: init_method, timeout
+            kwargs["timeout"] = limit
         return original(backend_for(backend), *args, **kwargs)
 
     module.init_process_group = init_process_group
+    if limit and hasattr(module, "_get_default_timeout"):  # since 2.1: of further groups (new_group) as well
+        module._get_default_timeout = lambda backend: limit
 
 
 def patch_accelerate(module):
@@ -196,6 +226,8 @@ def patch_transformers(module):
         setattr(self, "use_cpu" if hasattr(self, "use_cpu") else "no_cuda", True)  # use_cpu since 4.32
         backend = "ddp_backend" if hasattr(self, "ddp_backend") else "xpu_backend"  # ddp_backend since 4.29
         setattr(self, backend, backend_for(getattr(self, backend)))
+        if default_timeout() and self.ddp_timeout == TRAINER_TIMEOUT_S:
+            self.ddp_timeout = max(1, int(settings()["ddp_timeout_s"]))
         _trainer_timeout[:] = [timedelta(seconds=self.ddp_timeout)]
         try:
             finish(self)

@@ -7,6 +7,7 @@ import time
 import processes
 import records
 import scratch
+import stacks
 
 # How each MPI tells a rank who it is: rank, size, local rank, local size.
 MPI_VARIABLES = (
@@ -115,6 +116,7 @@ def script_environment(rank: Rank, inherited: dict) -> dict:
     put({"RANK": str(rank.number), "WORLD_SIZE": str(launch["world_size"])})
     put({"LOCAL_RANK": str(plan["local_rank"]), "LOCAL_WORLD_SIZE": str(plan["local_world_size"])})
     put({"CLUSTER_TRAIN_BOOTSTRAP": json.dumps(launch.get("bootstrap"))})
+    put({stacks.VARIABLE: rank.file("stacks")})
     put(rank.tag)
     return environment
 

@@ -14,6 +14,7 @@ import scratch
 
 FINAL = ("succeeded", "failed", "stopped")
 RESERVE, RESERVE_BYTES = "reserve", 64 * 1024  # room that is given back where a full disk does not take the last status
+SUPERVISOR_DIED = "its supervisor on the head was killed, and with it mpirun"
 
 
 class Problem(Exception):
@@ -121,7 +122,7 @@ def read_status(run_dir: str) -> dict:
     if status is None or not Run(run_dir, status).is_lost:
         return status
     status = records.read_record(os.path.join(run_dir, "status.json"))  # the supervisor may just have finished
-    return dict(status, state="lost") if Run(run_dir, status).is_lost else status
+    return dict(status, state="lost", reason=SUPERVISOR_DIED) if Run(run_dir, status).is_lost else status
 
 
 def find(root: str, run_id: str) -> Run:
@@ -151,7 +152,7 @@ def stop(run: Run, signum: int, limit_s: float) -> bool:
     run.refresh()
     if run.is_lost:
         sweep(run, deadline - time.monotonic())
-        run.set(state="failed", reason="its supervisor died", ended_unix_s=time.time())
+        run.set(state="failed", reason=SUPERVISOR_DIED, ended_unix_s=time.time())
     return run.is_final
 
 

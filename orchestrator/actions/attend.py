@@ -51,7 +51,7 @@ def attend(fleet: Fleet, job: Job, run: RunReference, record: RunRecord, emit: E
 def outcome_of(run: RunReference, record: RunRecord, followed: Followed) -> Outcome:
     """How a run ended, as far as it was followed."""
     verdict = judge(followed.status, followed.exits.values())
-    tail = _last_lines(record, verdict.rank) if verdict.rank is not None else ()
+    tail = verdict.tail or (_last_lines(record, verdict.rank) if verdict.rank is not None else ())
     return Outcome(run_id=run.run_id, verdict=verdict, record=record.path, tail=tail)
 
 

@@ -24,6 +24,7 @@ from orchestrator.specs.setvars import SetvarsEffect
 
 # The kernel takes no environment variable longer than this (MAX_ARG_STRLEN, 32 pages).
 LONGEST_VARIABLE_BYTES = 131_072
+LIMITS = ("start_timeout_s", "run_timeout_s", "stall_timeout_s", "stall_action")
 BF16_FLAGS = frozenset({"avx512_bf16", "amx_bf16"})
 
 
@@ -68,6 +69,7 @@ class LaunchPlan:
         document: what every rank reads (the launch document).
         files: name in the run's directory to (text, mode).
         command: mpirun's hostfile, argument vector and environment.
+        limits: how long the run's phases may take, for the supervisor.
     """
 
     run_id: str
@@ -79,6 +81,7 @@ class LaunchPlan:
     document: Mapping[str, Any]
     files: Mapping[str, tuple[str, int]]
     command: MpiCommand
+    limits: Mapping[str, float | str]
 
     @property
     def nodes(self) -> tuple[str, ...]:
@@ -96,6 +99,7 @@ class LaunchPlan:
             "files": {name: {"text": text, "mode": mode} for name, (text, mode) in self.files.items()},
             "mpirun": {"argv": list(self.command.argv), "env": dict(self.command.env)},
             "grace_s": self.document["grace_s"],
+            "limits": dict(self.limits),
             "label": dict(label),
         }
 
@@ -149,6 +153,7 @@ def plan_launch(request: LaunchRequest) -> LaunchPlan:
         document=document,
         files=files,
         command=command,
+        limits={name: getattr(inventory.job, name) for name in LIMITS},
     )
 
 
@@ -227,7 +232,12 @@ def _document(
         "prepend": {name: value for name, value in setvars.prepended.items() if name not in job.env} if setvars else {},
         "world_size": len(ranks),
         "grace_s": job.grace_s,
-        "bootstrap": {"backend": request.choice.backend, "asked_backend": request.choice.asked_backend},
+        "beat": {"address": request.network.endpoints[0].address, "timeout_s": job.heartbeat_timeout_s},
+        "bootstrap": {
+            "backend": request.choice.backend,
+            "asked_backend": request.choice.asked_backend,
+            "ddp_timeout_s": job.ddp_timeout_s,
+        },
         "ranks": [
             {
                 "rank": rank.rank,

@@ -1,4 +1,4 @@
-"""How a run ended, from its state and its ranks' exit records. Pure."""
+"""How a run ended: as its supervisor has judged, or without that from its state and its ranks' exit records. Pure."""
 
 from __future__ import annotations
 
@@ -16,7 +16,11 @@ class Verdict:
     Args:
         state: succeeded, failed, stopped or lost.
         summary: one sentence for people.
+        kind: what sort of failure came first (see remote/verdicts.py); None where nothing failed, or nobody has judged.
         rank, node, exit_code, signal: what failed first, or None where no rank did.
+        reason: {"kind", "text"} where the system knows why.
+        tail: the end of that rank's log, or of mpirun's; `tail_of` says of which file.
+        others: the ranks that ended because of it.
     """
 
     state: str
@@ -25,6 +29,11 @@ class Verdict:
     node: str | None = None
     exit_code: int | None = None
     signal: str | None = None
+    kind: str | None = None
+    reason: Mapping[str, Any] | None = None
+    tail: tuple[str, ...] = ()
+    tail_of: str | None = None
+    others: tuple[Mapping[str, Any], ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """The verdict as it stands in records and `--json`."""
@@ -35,14 +44,25 @@ class Verdict:
             "node": self.node,
             "exit_code": self.exit_code,
             "signal": self.signal,
+            "kind": self.kind,
+            "reason": dict(self.reason) if self.reason else None,
+            "others": [dict(other) for other in self.others],
         }
 
 
 def judge(status: Mapping[str, Any], exits: Iterable[Mapping[str, Any]]) -> Verdict:
-    """What failed first, if anything did; ranks that were ended because another had failed are told apart."""
+    """What failed first, if anything did; ranks that were ended because another had failed are told apart.
+
+    The supervisor knows more than the records say (what it heard first, which node it lost): its own verdict holds. Of a run
+    that has none (its supervisor was killed), the records are all there is.
+    """
     state = str(status["state"])
     if state in ("succeeded", "stopped"):
         return Verdict(state=state, summary="every rank ended well" if state == "succeeded" else "the run was stopped")
+    if status.get("verdict"):
+        return _judged(state, status["verdict"])
+    if state == "lost":
+        return Verdict(state=state, summary=_without_rank(status))
     records = list(exits)
     own = [record for record in records if not record["stopped"] and _is_failure(record)]
     # A rank whose parent or mpirun was killed from outside ends as an orphan: the first of those is the next best answer.
@@ -57,6 +77,22 @@ def judge(status: Mapping[str, Any], exits: Iterable[Mapping[str, Any]]) -> Verd
         node=first["node"],
         exit_code=first["exit_code"],
         signal=first["signal"],
+    )
+
+
+def _judged(state: str, found: Mapping[str, Any]) -> Verdict:
+    return Verdict(
+        state=state,
+        summary=found["summary"],
+        rank=found["rank"],
+        node=found["node"],
+        exit_code=found["exit_code"],
+        signal=found["signal"],
+        kind=found["kind"],
+        reason=found["reason"],
+        tail=tuple(found["tail"]),
+        tail_of=found["tail_of"],
+        others=tuple(found["others"]),
     )
 
 

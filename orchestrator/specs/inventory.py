@@ -121,6 +121,18 @@ class Job(_Section):
     sync: tuple[v.PathText, ...] = Field(default=(), description="files and directories copied beside the script")
     fetch: tuple[v.PathBelow, ...] = Field(default=(), description="paths the job writes, brought back when the run ends")
     grace_s: v.Seconds = Field(default=30.0, description="seconds between asking the ranks to stop and killing them")
+    heartbeat_timeout_s: v.HeartbeatSeconds = Field(
+        default=60.0, description="seconds without a sign of life after which a node is lost; 0: no heartbeats"
+    )
+    start_timeout_s: v.Seconds = Field(default=300.0, description="seconds within which every rank must start; 0: no limit")
+    run_timeout_s: v.LongSeconds = Field(default=0.0, description="seconds that the ranks may run; 0: no limit")
+    stall_timeout_s: v.LongSeconds = Field(
+        default=600.0, description="seconds in which no rank writes anything, after which the run is called stalled; 0: never"
+    )
+    stall_action: v.StallAction = Field(default="report", description="what is done about a stalled run: only told, or ended")
+    ddp_timeout_s: v.PositiveSeconds | None = Field(
+        default=None, description="time limit of the collectives, unless the script names one (default: PyTorch's, 1800)"
+    )
 
     @field_validator("sync")
     @classmethod

@@ -141,6 +141,13 @@ def _below(text: str) -> str:
     return text
 
 
+def _heartbeat(limit_s: float) -> float:
+    # Ranks are heard once a second: a shorter limit would take a busy node for a lost one.
+    if limit_s != 0 and limit_s < 5:
+        raise ValueError(limit_s)
+    return limit_s
+
+
 def _version_or_range(text: str) -> str:
     try:
         Version(text)
@@ -159,6 +166,7 @@ def _requirement(text: str) -> str:
 
 Backend = Literal["auto", "ccl", "gloo", "mpi"]
 Flavour = Literal["impi", "mpich", "openmpi", "system"]
+StallAction = Literal["report", "stop"]
 HostKeys = Literal["strict", "accept-new"]
 
 Text = Annotated[str, Expected("text"), AfterValidator(_portable)]
@@ -189,6 +197,10 @@ Url = Annotated[str, Field(pattern=r"^(https?|file)://[^\s\x00-\x1f]+$"), Expect
 Count = Annotated[int, Field(ge=1, le=9999), Expected("a whole number from 1 to 9999")]
 CountFromZero = Annotated[int, Field(ge=0, le=9999), Expected("a whole number from 0 to 9999")]
 Seconds = Annotated[float, Field(ge=0, le=86400), Expected("a number of seconds from 0 to 86400")]
+LongSeconds = Annotated[float, Field(ge=0, le=31_622_400), Expected("a number of seconds from 0 to 31622400")]
+HeartbeatSeconds = Annotated[
+    float, AfterValidator(_heartbeat), Field(le=86400), Expected("0 or a number of seconds from 5 to 86400")
+]
 PositiveSeconds = Annotated[float, Field(gt=0, le=86400), Expected("a number of seconds above 0, up to 86400")]
 Ppn = Annotated[Literal["auto", "numa"] | Count, Expected("auto, numa or a whole number from 1 to 9999")]
 AutoOrCount = Annotated[Literal["auto"] | Count, Expected("auto or a whole number from 1 to 9999")]

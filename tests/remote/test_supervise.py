@@ -146,7 +146,11 @@ def test_a_killed_process_takes_the_run_with_it(mpi_node: MpiNode, victim: str) 
     if victim == "supervisor":
         assert mpi_node.status("killed")["state"] == "lost"
         code, answer = mpi_node.stop("killed")
-        assert (code, answer["state"], answer["reason"]) == (0, "failed", "its supervisor died")
+        assert (code, answer["state"], answer["reason"]) == (
+            0,
+            "failed",
+            "its supervisor on the head was killed, and with it mpirun",
+        )
     status = mpi_node.until_final("killed")
     assert status["state"] == "failed"
     assert [bool(rank["exit"]) for rank in status["ranks"]] == [True] * 4
