@@ -1,6 +1,7 @@
 """The inner of a rank's two processes: starts the script, watches it, ends what it left behind, and records its end."""
 
 import os
+import select
 import signal
 import sys
 import time
@@ -9,6 +10,7 @@ import children
 import ending
 import place
 import processes
+import pulse
 import reasons
 import records
 import stacks
@@ -63,18 +65,23 @@ class Keeper:
 
     def watch(self) -> None:
         """Until the script has ended: pass signals on, show that we live, do what the supervisor says."""
+        signals = children.signal_descriptor(WATCHED)
         while self._script.status is None:
-            now = time.monotonic()
-            event = signal.sigtimedwait(WATCHED, max(0.0, min(self._tick_s, self._deadline or self._tick_s) - now))
-            if event:
-                self._obey(event.si_signo)
+            left_s = max(0.0, min(self._tick_s, self._deadline or self._tick_s) - time.monotonic())
+            connection = self.pulse.connection
+            readable = select.select([signals, connection] if connection else [signals], [], [], left_s)[0]
+            for signum in children.read_signals(signals):
+                self._obey(signum)
+            if connection in readable:
+                self._hear(self.pulse.hear())
             now = time.monotonic()
             if self._deadline is not None and now >= self._deadline:
                 ending.kill_tree(self._rank, self._script)
                 self._deadline = None
             if now >= self._tick_s and self._script.status is None:
                 self._tick()
-                self._tick_s = self.pulse.next_tick_s
+                self._tick_s = time.monotonic() + pulse.EVERY_S
+        os.close(signals)
 
     def _obey(self, signum: int) -> None:
         now, grace_s = time.monotonic(), self._rank.launch["grace_s"]
@@ -100,15 +107,19 @@ class Keeper:
             self._deadline = min(self._deadline or float("inf"), time.monotonic() + ABORT_GRACE_S)
         self.ended_by = self.ended_by or why
 
-    def _tick(self) -> None:
-        logs = (self._rank.file("out"), self._rank.file("err"))
-        used_s = processes.cpu_seconds(self._script.pid) + self._script.cpu_s
-        for word in self.pulse.tick({"cpu_s": round(used_s, 2), "log_bytes": sum(map(size_bytes, logs))}):
+    def _hear(self, said: list) -> None:
+        """Do what the supervisor says."""
+        for word in said:
             if word.get("end"):
                 self._give_up("abort")
             if word.get("stacks") and not self._dump:
                 path, python = self._rank.file("stacks"), records.to_path(self._rank.launch["python"])
                 self._dump = stacks.Dump(python, self._script.pid, path, self._environment)
+
+    def _tick(self) -> None:
+        logs = (self._rank.file("out"), self._rank.file("err"))
+        used_s = processes.cpu_seconds(self._script.pid) + self._script.cpu_s
+        self._hear(self.pulse.tick({"cpu_s": round(used_s, 2), "log_bytes": sum(map(size_bytes, logs))}))
         if self.pulse.is_cut_off and not self.ended_by:
             self._give_up("cut_off")
         found = self._dump.poll() if self._dump else None

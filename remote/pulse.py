@@ -13,7 +13,6 @@ import time
 import wire
 
 EVERY_S = 1.0
-FIRST_EVERY_S, FIRST_S = 0.05, 3.0  # so often, for so long, until there is a connection
 CONNECT_S = 10.0  # for a first connection, before it is said that there is none; and for each later one
 RETRY_S = 1.0
 REFUSED_S = 10.0  # a port that was open and refuses for so long has lost its supervisor
@@ -52,6 +51,15 @@ class Pulse:
             self._link.send(dict(report, kind="beat"))
         return self._pump()
 
+    @property
+    def connection(self) -> wire.Link:
+        """What to wait for with `select` before `hear`; None while there is none."""
+        return self._link
+
+    def hear(self) -> list:
+        """What the supervisor says; to be asked when its connection can be read."""
+        return self._pump()
+
     def keep(self, message: dict) -> None:
         """Tell the supervisor this, now or as soon as there is a connection."""
         self._kept.append(message)
@@ -77,13 +85,6 @@ class Pulse:
                 break
         self._drop()
         self.beat = None
-
-    @property
-    def next_tick_s(self) -> float:
-        """When to tick again: sooner while a first connection is being made."""
-        now = time.monotonic()
-        is_new = self.beat and not self._was_known and now - self._began_s < FIRST_S
-        return now + (FIRST_EVERY_S if is_new else EVERY_S)
 
     @property
     def is_cut_off(self) -> bool:
