@@ -1,7 +1,6 @@
 """How a rank ends: its processes, its record, the word that ends the job. Used by `rank.py` and `keeper.py`."""
 
 import os
-import sys
 import time
 
 import children
@@ -59,7 +58,7 @@ def put(rank: place.Rank, suffix: str, record: dict) -> None:
         records.make_private_dir(rank.run_dir)
         records.write_record(rank.file(suffix), record)
     except OSError as error:
-        sys.stderr.write("cluster-train: rank %d: %s could not be recorded: %s\n" % (rank.number, record, error))
+        records.complain("cluster-train: rank %d: %s could not be recorded: %s" % (rank.number, record, error))
 
 
 def abort_job(code: int) -> None:
@@ -70,7 +69,7 @@ def abort_job(code: int) -> None:
     try:
         os.write(int(descriptor), b"cmd=abort exitcode=%d\n" % code)
     except OSError as error:
-        sys.stderr.write("cluster-train: mpirun could not be asked to end the job: %s\n" % error)
+        records.complain("cluster-train: mpirun could not be asked to end the job: %s" % error)
 
 
 def connect(rank: place.Rank) -> pulse.Pulse:

@@ -3,7 +3,6 @@
 import os
 import select
 import signal
-import sys
 import time
 
 import children
@@ -128,11 +127,8 @@ class Keeper:
             self.pulse.tell(dict(found, kind="stacks"))
         if self.pulse.problem and not self._has_complained:
             self._has_complained = True
-            message = "rank %d on %s: no heartbeat to %s; it runs on without"
-            sys.stderr.write(
-                "cluster-train: " + message % (self._rank.number, self._rank.plan["node"], self.pulse.problem) + "\n"
-            )
-            sys.stderr.flush()
+            who = (self._rank.number, self._rank.plan["node"], self.pulse.problem)
+            records.complain("cluster-train: rank %d on %s: no heartbeat to %s; it runs on without" % who)
 
 
 def size_bytes(path: str) -> int:

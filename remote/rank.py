@@ -66,7 +66,7 @@ def check_launcher(launcher_pid: int) -> None:
 def refuse(rank: place.Rank, number: int, error: Exception) -> int:
     """Say why this rank does not run, record it, and end the job; its exit code."""
     message = "rank %s on %s: %s" % ("?" if number is None else number, os.uname().nodename, error)
-    sys.stderr.write("cluster-train: %s\n" % message)
+    records.complain("cluster-train: " + message)
     if rank:
         record = ending.exit_record(rank, exit_code=REFUSED, error=message)
         ending.put(rank, "exit.json", record)

@@ -95,6 +95,14 @@ def rank_file(run_dir: str, rank: int, suffix: str) -> str:
     return os.path.join(run_dir, "rank-%d.%s" % (rank, suffix))
 
 
+def complain(text: str) -> None:
+    """Tell people, on stderr, what could not be done; unbuffered, as that may be a file on the very disk that is full."""
+    try:
+        os.write(2, to_bytes("%s\n" % text))
+    except OSError:
+        pass
+
+
 def make_private_dir(path: str) -> None:
     """A directory only its owner can enter, with its parents; fine if it is there already."""
     old_mask = os.umask(0o077)

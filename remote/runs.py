@@ -5,7 +5,6 @@ records of other machines too: process numbers are compared on the machine that 
 """
 
 import os
-import sys
 import time
 
 import processes
@@ -60,7 +59,7 @@ class Run:
         try:
             records.write_record(os.path.join(self.run_dir, "status.json"), self.status)
         except OSError as error:
-            sys.stderr.write("status.json could not be written: %s\n" % error)
+            records.complain("status.json could not be written: %s" % error)
             return False
         return True
 
