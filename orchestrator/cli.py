@@ -415,7 +415,7 @@ def _consequences(verdict: Verdict) -> list[str]:
     ranks: dict[str, list[str]] = {}
     for other in verdict.others:
         ranks.setdefault(other["summary"], []).append(str(other["rank"]))
-    return [f"because of it: rank {', '.join(those)} {summary}" for summary, those in ranks.items()]
+    return [f"because of it, rank{'s' * (len(those) > 1)} {', '.join(those)}: {end}" for end, those in ranks.items()]
 
 
 def _dry_run_result(inventory: Inventory, plan: LaunchPlan) -> Result:

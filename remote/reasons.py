@@ -23,6 +23,7 @@ PEER_LOST = re.compile(
     r"Connection closed by peer|Connection reset by peer|recvValue failed|Broken pipe.*TCPStore"
     r"|(gloo|connectFullMesh).*(Connection refused|timed out)|failed to recv, got 0 bytes|DistNetworkError"
 )
+CHILD_KILLED = re.compile(r"killed by signal: Killed|SIGKILL")  # PyTorch of a DataLoader's worker; Python of its pools
 NO_SPACE = re.compile(r"No space left on device|\[Errno 28\]|Disk quota exceeded")
 
 
@@ -52,7 +53,7 @@ def explain(run_dir: str, err: str, out: str, end: dict, oom_before: dict) -> di
     what = raised["text"] if raised else ""
     tail = last_lines(text)
     words = "\n".join(tail) + "\n" + what
-    memory = out_of_memory(end, oom_before)
+    memory = out_of_memory(end, words, oom_before)
     if memory:
         reason = _reason("out_of_memory", memory)
     elif NO_SPACE.search(words) or (not raised and free_bytes(run_dir) < FULL_BYTES):  # a whole traceback found room
@@ -87,13 +88,17 @@ def exception(text: str) -> dict:
     return None
 
 
-def out_of_memory(end: dict, before: dict) -> str:
-    """What the kernel did, where it killed this rank or something that it needed for want of memory; else None."""
+def out_of_memory(end: dict, words: str, before: dict) -> str:
+    """What the kernel did, where it killed this rank or a process that it needed for want of memory; else None.
+
+    The counters are those of all that runs beside it: they say why something was killed, not that this rank was.
+    """
     grown = [path for path, count in oom_kills().items() if count > before.get(path, count)]
-    if not grown or (end["signal"] != "SIGKILL" and not end["exit_code"]):
+    is_killed = end["signal"] == "SIGKILL"
+    if not grown or not (is_killed or CHILD_KILLED.search(words)):
         return None
     whose = "the memory limit of its control group" if any(CGROUP_ROOT in path for path in grown) else "the machine's memory"
-    killed = "the kernel killed it" if end["signal"] == "SIGKILL" else "the kernel killed a process beside it"
+    killed = "the kernel killed it" if is_killed else "the kernel killed a process that it had started"
     return "out of memory: %s (%s was used up)" % (killed, whose)
 
 

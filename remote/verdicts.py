@@ -26,11 +26,11 @@ EMPTY = {
 Evidence = collections.namedtuple("Evidence", "rank node record at_s missing_s")
 
 ENDED_BECAUSE = {
-    "stop": "was stopped",
-    "interrupt": "was stopped",
-    "abort": "was ended with the others",
-    "orphaned": "lost its parent process",
-    "cut_off": "lost its connection to the head and ended itself",
+    "stop": "stopped",
+    "interrupt": "stopped",
+    "abort": "ended with the others",
+    "orphaned": "without its parent process",
+    "cut_off": "cut off from the head, ended by itself",
 }
 
 
@@ -103,7 +103,7 @@ def of_missing(node: str, those: list) -> dict:
     is_node = node is not None
     verdict = dict(EMPTY, kind="node_lost" if is_node else "vanished", node=those[0].node)
     if is_node:
-        verdict["summary"] = "node %s was lost: nothing is heard of %s" % (node, name_ranks(those))
+        verdict["summary"] = "%s was lost: nothing is heard of its %s" % (node, name_ranks(those))
     else:
         verdict["rank"] = those[0].rank
         verdict["summary"] = "%s on %s vanished without a record of its end" % (name_ranks(those), those[0].node)
@@ -133,7 +133,7 @@ def how(record: dict) -> str:
     if record["ended_by"] == "orphaned":
         return "lost its parent process: mpirun or its helper was killed there"
     if record["ended_by"]:
-        return "%s (%s), and nobody had asked for that" % (ENDED_BECAUSE[record["ended_by"]], record["ended_by"])
+        return "was %s, and nobody had asked for that" % ENDED_BECAUSE[record["ended_by"]]
     text = "was killed by %s" % record["signal"] if record["signal"] else "ended with exit code %d" % record["exit_code"]
     return text + (": " + record["reason"]["text"] if record.get("reason") else "")
 

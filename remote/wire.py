@@ -15,7 +15,6 @@ LONGEST_LINE_BYTES = 512 * 1024
 FIRST_LINE_BYTES = 4 * 1024  # of somebody who has not shown yet that he has the secret
 READ_BYTES = 64 * 1024
 NONCE_DIGITS = 32
-SEAL_DIGITS = 64
 HEAD, RANK = b"head", b"rank"
 
 
@@ -113,8 +112,8 @@ class Link:
             nonces = (self._nonce, line) if self._me == HEAD else (line, self._nonce)
             self._key = hmac.new(self._secret, b" ".join(nonces), hashlib.sha256).digest()
             return None
-        text = line[SEAL_DIGITS + 1 :]
-        if not hmac.compare_digest(line[:SEAL_DIGITS], self._seal(self._peer, self._received, text)):
+        seal, _, text = line.partition(b" ")
+        if not hmac.compare_digest(seal, self._seal(self._peer, self._received, text)):
             raise Forged("a line that does not bear the run's seal")
         self._received += 1
         return json.loads(text.decode("ascii"))

@@ -110,7 +110,7 @@ def test_a_failed_rank_ends_the_others(mpi_node: MpiNode) -> None:
     assert (status["state"], status["mpirun_exit"]) == ("failed", 3)
     assert status["reason"] == status["verdict"]["summary"] == "rank 2 on node0 ended with exit code 3"
     assert [(other["rank"], other["summary"]) for other in status["verdict"]["others"]] == [
-        (rank, "was ended with the others") for rank in (0, 1, 3)
+        (rank, "ended with the others") for rank in (0, 1, 3)
     ]
     assert exits(status)[2] == (3, None, None)
     assert [end[2] for end in exits(status)] == ["abort", "abort", None, "abort"]
@@ -372,7 +372,7 @@ def test_a_sweep_lets_a_living_rank_end_its_script(node: Node) -> None:
     assert exits(status) == [(0, None, "stop")]
     assert (status["state"], status["reason"]) == (
         "failed",
-        "rank 0 on node0 was stopped (stop), and nobody had asked for that",
+        "rank 0 on node0 was stopped, and nobody had asked for that",
     )
 
 
