@@ -62,14 +62,14 @@ class Stalls:
         return text
 
 
-def is_waiting(stacks: str) -> bool:
+def is_waiting(by: str, stacks: str) -> bool:
     """Whether the main thread's innermost frames are in something that waits for other ranks.
 
-    faulthandler lists the current thread last, and the innermost frame of each first; py-spy lists MainThread first.
+    Both tell the innermost frame of a thread first; the main thread comes first with py-spy, and last with faulthandler.
     """
-    threads = re.split(r"\n(?=(?:Thread|Current thread) )", "\n" + stacks.strip())
-    main = [thread for thread in threads if "MainThread" in thread] or threads[-1:]
-    return bool(WAITING.search("\n".join(main[0].strip().split("\n")[1 : 1 + INNERMOST_FRAMES])))
+    threads = re.split(r"\n(?=(?:Thread|Current thread) )", "\n" + stacks.strip())[1:]
+    main = threads[0 if by == "py-spy" else -1] if threads else ""
+    return bool(WAITING.search("\n".join(main.split("\n")[1 : 1 + INNERMOST_FRAMES])))
 
 
 def _about(rank, now_s: float) -> dict:
@@ -80,7 +80,7 @@ def _about(rank, now_s: float) -> dict:
         "node": rank.node,
         "quiet_s": round(quiet_s, 1),
         "cpu_s": round(used_s, 2),  # since it last wrote something
-        "is_waiting": is_waiting(told["text"]) if told["by"] else None,
+        "is_waiting": is_waiting(told["by"], told["text"]) if told["by"] else None,
         "by": told["by"],
         "stacks": told["text"],
     }

@@ -13,6 +13,7 @@ import pytest
 from supervised import Node, tagged, until
 
 import reasons  # isort: skip  (remote/ is on the path since supervised was imported)
+import stalls  # isort: skip
 import verdicts  # isort: skip
 
 MEMORY_CGROUPS = Path("/sys/fs/cgroup/memory")
@@ -222,6 +223,31 @@ def test_a_stall_is_told_with_stacks_and_passes(node: Node) -> None:
     assert node.status("one")["stall"] is None
     (node.run_dir("one") / "work" / "end").touch()
     assert node.until_final("one")["state"] == "succeeded"
+
+
+IN_A_COLLECTIVE = """Thread 0x00007f (most recent call first):
+  File "/usr/lib/python3.11/threading.py", line 331 in wait
+
+Current thread 0x00007e (most recent call first):
+  File "/env/torch/distributed/distributed_c10d.py", line 2806 in all_reduce
+  File "/env/torch/distributed/c10d_logger.py", line 81 in wrapper
+  File "train.py", line 12 in main
+"""
+IN_ITS_DATA = """Process 7: python -u bootstrap.py train.py
+Python v3.11.7 (/usr/bin/python3.11)
+
+Thread 7 (active): "MainThread"
+    read (data.py:7)
+    main (train.py:12)
+Thread 9 (idle): "worker"
+    all_reduce (torch/distributed/distributed_c10d.py:2806)
+"""
+
+
+def test_who_waits_for_others_is_told_from_whom_they_wait_for() -> None:
+    """By the innermost frames of the main thread, as faulthandler and py-spy write them."""
+    assert stalls.is_waiting("faulthandler", IN_A_COLLECTIVE) and not stalls.is_waiting("py-spy", IN_ITS_DATA)
+    assert not stalls.is_waiting("faulthandler", "")
 
 
 def test_a_stall_ends_the_run_only_where_it_is_asked_to(node: Node) -> None:
