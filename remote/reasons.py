@@ -12,6 +12,7 @@ CGROUP_ROOT = "/sys/fs/cgroup"
 # Version 2 of control groups counts in memory.events, version 1 in memory.oom_control; the line is the same.
 CGROUP_FILES = ("memory.events", "memory.oom_control")
 
+RANK_PREFIX = re.compile(r"^\[rank\d+\]: ?", re.M)  # which torch puts before every line of a traceback
 FRAME = re.compile(r'^  File "(.+)", line (\d+), in (.+)$')
 TRACEBACK = "Traceback (most recent call last):"
 # What gloo, torch's store and oneCCL say (torch 2.13, oneCCL 2022.1); a rank whose peer has gone says so too.
@@ -69,6 +70,7 @@ def explain(run_dir: str, err: str, out: str, end: dict, oom_before: dict) -> di
 
 def exception(text: str) -> dict:
     """The last exception whose traceback ends this text: {"type", "file", "line", "function", "text"}, or None."""
+    text = RANK_PREFIX.sub("", text)
     lines = text[text.rfind(TRACEBACK) :].splitlines() if TRACEBACK in text else []
     frame = None
     for line in lines[1:]:

@@ -129,6 +129,8 @@ def test_what_torch_says_of_time_limits_and_lost_peers_is_known() -> None:
     assert reasons.PEER_LOST.search(TORCH_PEER) and not reasons.OUT_OF_TIME.search(TORCH_PEER)
     found = reasons.exception("Traceback (most recent call last):\n  nothing\n" + TORCH_PEER)
     assert (found["type"], found["line"], found["function"]) == ("RuntimeError", 9, "<module>")
+    prefixed = "".join(f"[rank12]: {line}\n" for line in TORCH_PEER.splitlines())
+    assert reasons.exception(prefixed) == found
 
 
 def evidence(rank: int, node: str, at_s: float | None, missing_s: float | None = None, **record: Any) -> verdicts.Evidence:
