@@ -264,7 +264,8 @@ class Watch:
         if rank.ended:
             return "ended"
         if rank.hello:
-            return "quiet" if rank.gone_s is not None or now - rank.heard_s > listener.QUIET_S else "heard"
+            quiet_s = min(listener.QUIET_S, self._head.timeout_s / 2)
+            return "quiet" if rank.gone_s is not None or now - rank.heard_s > quiet_s else "heard"
         return "no heartbeat: " + rank.without if rank.without and rank.without != "not heard yet" else "starting"
 
     def _note_stall(self) -> None:

@@ -12,7 +12,7 @@ import time
 
 import wire
 
-RETURN_S = 1.5  # for a rank whose connection has broken: to come back, or for its guard to speak for it
+RETURN_S = 1.0  # for a rank whose connection has broken: to come back, or for its guard to speak for it
 QUIET_S = 10.0  # without a beat: worth telling, long before the limit
 STRANGER_S = 10.0  # for a new connection to prove that it is a rank
 ASLEEP_S = 5.0  # between two looks: this process was stopped, and so were all clocks that it goes by

@@ -417,6 +417,23 @@ def test_trainer_joins_the_job_in_every_form(training_python: Path, tmp_path: Pa
 
 
 @pytest.mark.stack
+@pytest.mark.parametrize(
+    ("name", "forms", "limits_s"),
+    [
+        ("accelerate_forms.py", ["accelerator", "accelerator timeout", "state"], [55, 77, 55]),
+        ("trainer_forms.py", ["{}", '{"ddp_timeout": 77}'], [55, 77]),
+    ],
+)
+def test_the_jobs_time_limit_holds_where_the_script_names_none(
+    training_python: Path, tmp_path: Path, name: str, forms: list[str], limits_s: list[int]
+) -> None:
+    """`ddp_timeout_s` reaches the process group through Accelerate and Transformers; the script's own limit wins."""
+    job = Job(training_python, tmp_path, [SCRIPTS / name, *forms], {**GLOO, "ddp_timeout_s": 55.0})
+    for results in job.ranks:
+        assert [result["timeout_s"] for result in results] == limits_s
+
+
+@pytest.mark.stack
 def test_an_installed_ccl_is_used_by_all(training_python: Path, tmp_path: Path) -> None:
     """Where something installed provides "ccl" and it is the run's backend, scripts that know nothing of it use it."""
     (tmp_path / "site").mkdir()

@@ -129,6 +129,11 @@ parallel: 4
         inventory = read("nodes: [u@a:7, {host: b, slots: 2}]\nstack: {ipex: off}\njob: {ppn: 2, env: {A: b}, args: [x]}\n")
         assert Inventory.model_validate(inventory.model_dump()) == inventory
 
+    def test_a_heartbeat_may_be_off_but_not_hasty(self) -> None:
+        """Ranks are heard once a second: a limit of a second or two would take a busy node for a lost one."""
+        assert read("nodes: [a]\njob: {heartbeat_timeout_s: 0}\n").job.heartbeat_timeout_s == 0
+        assert "0 or a number of seconds from 5 to 86400" in refused("nodes: [a]\njob: {heartbeat_timeout_s: 2}\n")[0]
+
     def test_values_cannot_be_changed(self) -> None:
         """The records are frozen."""
         with pytest.raises(ValueError, match="frozen"):

@@ -204,3 +204,17 @@ def test_the_effect_of_setvars_is_below_all_else() -> None:
     assert document["prepend"] == {"LD_LIBRARY_PATH": "/e/lib"}
     assert effect.names == ("CCL_ROOT", "CCL_WORKER_COUNT", "CPATH", "FI_PROVIDER_PATH", "LD_LIBRARY_PATH")
     assert launch([machine(EPYC, 0)]).document["prepend"] == {}
+
+
+def test_the_limits_of_a_run_reach_the_supervisor_and_the_ranks() -> None:
+    """The phases' limits are the supervisor's, those of heartbeats and collectives are in what every rank reads; no secret yet."""
+    job = {"heartbeat_timeout_s": 20, "run_timeout_s": 3600, "stall_action": "stop", "ddp_timeout_s": 90}
+    plan = launch([machine(EPYC, 0), machine(EPYC, 1)], job)
+    assert plan.start_document({})["limits"] == {
+        "start_timeout_s": 300.0,
+        "run_timeout_s": 3600.0,
+        "stall_timeout_s": 600.0,
+        "stall_action": "stop",
+    }
+    assert plan.document["beat"] == {"address": "10.0.0.10", "timeout_s": 20.0}
+    assert plan.document["bootstrap"]["ddp_timeout_s"] == 90.0

@@ -59,3 +59,28 @@ def test_a_good_end_and_a_stop_are_no_failures() -> None:
     """Success and a stop that was asked for name no culprit."""
     assert judge({"state": "succeeded"}, [ended(0, 1.0)]).rank is None
     assert judge({"state": "stopped"}, [ended(0, 1.0, None, "SIGTERM", stopped=True)]).summary == "the run was stopped"
+
+
+def test_what_the_supervisor_has_judged_holds() -> None:
+    """It knows more than the records: what it heard first, which node it lost."""
+    found = {
+        "kind": "node_lost",
+        "summary": "node1 was lost",
+        "rank": None,
+        "node": "node1",
+        "exit_code": None,
+        "signal": None,
+        "reason": None,
+        "tail": [],
+        "tail_of": None,
+        "others": [{"rank": 0, "node": "node0", "summary": "ended with the others"}],
+    }
+    verdict = judge({"state": "failed", "mpirun_exit": 0, "verdict": found}, [ended(0, 1.0, 3)])
+    assert (verdict.kind, verdict.rank, verdict.node, verdict.summary) == ("node_lost", None, "node1", "node1 was lost")
+    assert verdict.to_json()["others"] == found["others"]
+
+
+def test_a_lost_run_is_not_blamed_on_a_rank() -> None:
+    """Where the supervisor was killed, that is the reason, whatever its orphans say."""
+    orphan = {**ended(0, 1.0, None, "SIGTERM", stopped=True), "ended_by": "orphaned"}
+    assert judge({"state": "lost", "reason": "its supervisor was killed"}, [orphan]).summary == "its supervisor was killed"
