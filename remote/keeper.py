@@ -42,7 +42,7 @@ def keep(rank: place.Rank, command: list, environment: dict, guard_pid: int) -> 
     if keeper.ended_by == "orphaned" or (script.shell_code and not keeper.ended_by):
         ending.abort_job(script.shell_code or ending.BROKEN)
     if keeper.ended_by == "cut_off":
-        processes.send(launcher, signal.SIGTERM)  # MPI's own daemon here waits for the head for ever
+        processes.send(launcher, signal.SIGKILL)  # MPI's own daemon waits for the head for ever; a SIGTERM it hands on as a stop
     keeper.pulse.part(0.0 if keeper.ended_by == "cut_off" else ending.PART_S)
     return script.shell_code
 

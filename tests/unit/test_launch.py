@@ -207,7 +207,7 @@ def test_the_effect_of_setvars_is_below_all_else() -> None:
 
 
 def test_the_limits_of_a_run_reach_the_supervisor_and_the_ranks() -> None:
-    """The phases' limits are the supervisor's, those of heartbeats and collectives are in what every rank reads; no secret yet."""
+    """The phases' limits are the supervisor's; those of heartbeats and collectives every rank reads; no secret yet."""
     job = {"heartbeat_timeout_s": 20, "run_timeout_s": 3600, "stall_action": "stop", "ddp_timeout_s": 90}
     plan = launch([machine(EPYC, 0), machine(EPYC, 1)], job)
     assert plan.start_document({})["limits"] == {
