@@ -153,7 +153,14 @@ def status(inventory: Inventory, run_id: str | None) -> dict[str, Any]:
         head = _one_status(fleet, inventory, run_id)
         python = interpreter(inventory)
         per_node = fleet.each(lambda node: launch.status(node, inventory.root, python, head["run_id"]))
-        ranks = {rank["rank"]: rank for runs in per_node.values() for run in runs for rank in run["ranks"]}
+        attempt = head.get("attempt", 1)  # a node that was left out still has the records of an earlier one
+        ranks = {
+            rank["rank"]: rank
+            for runs in per_node.values()
+            for run in runs
+            for rank in run["ranks"]
+            if (rank.get("exit") or rank).get("attempt", 1) == attempt
+        }
         found = {**head, "ranks": [ranks[rank] for rank in sorted(ranks)]}
         if head["state"] in FINAL_STATES:
             found["verdict"] = judge(head, [rank["exit"] for rank in ranks.values() if rank.get("exit")]).to_json()

@@ -7,6 +7,7 @@ with the same exit code and the same traceback. Nothing heavy is imported for it
 need in order to train as one job on CPU nodes is put into them after, and only if, the script itself imports them:
 
 - `Trainer` and `Accelerator` join the job without any CPU flag, on the backend of this run;
+- after a restart, `Trainer.train()` goes on from the checkpoint that CLUSTER_TRAIN_RESUME names;
 - a backend that the script asks for but this stack lacks ("ccl", "mpi") becomes the backend of this run;
 - the script's own `import oneccl_bindings_for_pytorch`, `torch_ccl` or `intel_extension_for_pytorch` is answered by a
   stand-in where the package is not installed. Libraries that look for these packages are not fooled.
@@ -14,7 +15,8 @@ need in order to train as one job on CPU nodes is put into them after, and only 
 Every replacement is told once, on rank 0's stderr. In the environment: RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE,
 MASTER_ADDR, MASTER_PORT, and CLUSTER_TRAIN_BOOTSTRAP, a JSON object whose `backend` names the backend of this run, and whose
 `ddp_timeout_s` is the time limit of collectives for scripts that name none. CLUSTER_TRAIN_STACKS names the file into which
-the stacks of all threads are written at the signal STACKS_SIGNAL, until the script takes that signal for itself.
+the stacks of all threads are written at the signal STACKS_SIGNAL, until the script takes that signal for itself. After a
+restart CLUSTER_TRAIN_RESUME is the path of the newest complete checkpoint, which every node has.
 """
 
 import builtins
@@ -34,12 +36,14 @@ from datetime import timedelta
 SETTINGS_VARIABLE = "CLUSTER_TRAIN_BOOTSTRAP"
 STACKS_VARIABLE, STACKS_SIGNAL = "CLUSTER_TRAIN_STACKS", signal.SIGRTMIN + 7  # as in stacks.py
 TRAINER_TIMEOUT_S = 1800  # TrainingArguments' own: nobody has chosen it
+RESUME_VARIABLE = "CLUSTER_TRAIN_RESUME"
 CPU_BACKENDS = ("ccl", "gloo", "mpi")
 CCL_BINDINGS = ("oneccl_bindings_for_pytorch", "torch_ccl")  # the package's names since 1.12 and before
 IPEX = "intel_extension_for_pytorch"
 IN_CHILD = "cluster_train_child"  # the name under which a process of multiprocessing runs this file
 
 _told = set()  # the notes that were printed
+_resumed = []  # the checkpoints that a Trainer has gone on from
 _trainer_timeout = []  # the time limit of the TrainingArguments that are just being made; at most one
 
 
@@ -237,6 +241,36 @@ def patch_transformers(module):
     arguments.__post_init__ = __post_init__
 
 
+def patch_trainer(module):
+    """transformers.trainer: training goes on from this attempt's checkpoint, also where the script does not say so.
+
+    The script's own search takes the newest directory, which a failure may have left half-written.
+    """
+    original = module.Trainer.train
+
+    @functools.wraps(original)
+    def train(self, resume_from_checkpoint=None, *args, **kwargs):
+        return original(self, checkpoint_for(self.args.output_dir, resume_from_checkpoint), *args, **kwargs)
+
+    module.Trainer.train = train
+
+
+def checkpoint_for(output_dir, asked):
+    """What a Trainer with this output directory goes on from, where the script asks for `asked`: a path, True, False or None.
+
+    Once in a process: another training on the same output directory is not the one that was cut off.
+    """
+    chosen = os.environ.get(RESUME_VARIABLE)
+    if not chosen or asked is False or _resumed:
+        return asked
+    if os.path.realpath(os.path.dirname(chosen)) != os.path.realpath(output_dir):
+        return asked
+    _resumed.append(chosen)
+    if asked is None or asked is True or os.path.realpath(asked) != os.path.realpath(chosen):
+        note("training goes on from %s" % chosen)
+    return chosen
+
+
 def patch_multiprocessing(module, script):
     """multiprocessing.spawn: a process that imports the script anew (spawn, forkserver) has these hooks as well."""
     original = module.get_preparation_data
@@ -267,6 +301,7 @@ def install_hooks(script):
         "accelerate.state": patch_accelerate,
         "multiprocessing.spawn": functools.partial(patch_multiprocessing, script=script),
         "torch.distributed.distributed_c10d": patch_torch,
+        "transformers.trainer": patch_trainer,
         "transformers.training_args": patch_transformers,
     }
     os.environ.setdefault("ACCELERATE_USE_CPU", "true")  # for what the script starts, and for what reads nothing else

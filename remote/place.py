@@ -29,6 +29,8 @@ class Rank:
         self.number = number
         self.launcher_pid = launcher_pid
         self.plan = next((plan for plan in launch["ranks"] if plan["rank"] == number), {})
+        self.attempt = launch.get("attempt", 1)
+        self.log = self.plan.get("log", number)  # ranks of a later attempt keep their files, whatever their number
         self.run_dir = records.to_path(launch["run_dir"])
         self.job_dir = records.to_path(launch["job_dir"]) if launch["job_dir"] else None
         self.work_dir = os.path.join(self.run_dir, "work")
@@ -38,13 +40,15 @@ class Rank:
 
     def file(self, suffix: str) -> str:
         """The path of one of this rank's files."""
-        return records.rank_file(self.run_dir, self.number, suffix)
+        return records.rank_file(self.run_dir, self.log, suffix)
 
     def who(self) -> dict:
         """What every record of this rank begins with."""
         return {
             "schema": 1,
             "rank": self.number,
+            "log": self.log,
+            "attempt": self.attempt,
             "node": self.plan.get("node"),
             "hostname": os.uname().nodename,
             "machine": processes.machine(),
@@ -115,6 +119,8 @@ def script_environment(rank: Rank, inherited: dict) -> dict:
     put({"PATH": python_bin + ":" + search, "VIRTUAL_ENV": os.path.dirname(python_bin), "PYTHONUNBUFFERED": "1"})
     put({"RANK": str(rank.number), "WORLD_SIZE": str(launch["world_size"])})
     put({"LOCAL_RANK": str(plan["local_rank"]), "LOCAL_WORLD_SIZE": str(plan["local_world_size"])})
+    put({"CLUSTER_TRAIN_ATTEMPT": str(rank.attempt)})
+    put({"CLUSTER_TRAIN_RESUME": launch["resume"]} if launch.get("resume") else {})
     put({"CLUSTER_TRAIN_BOOTSTRAP": json.dumps(launch.get("bootstrap"))})
     put({stacks.VARIABLE: rank.file("stacks")})
     put(rank.tag)
@@ -131,12 +137,26 @@ def prepare_directories(rank: Rank) -> None:
         scratch.make(rank.launch["run_id"])  # UCX does not; Open MPI does; Intel MPI needs none
     for suffix in ("json", "exit.json"):
         if os.path.exists(rank.file(suffix)):
-            os.unlink(rank.file(suffix))  # of an earlier start of the same command: it must not speak for this one
+            records.put_away(rank.file(suffix))  # of an earlier attempt: it must not speak for this one
+    if rank.attempt > 1:
+        begin_attempt(rank)
     for name in os.listdir(rank.job_dir) if rank.job_dir else ():
         try:
             os.symlink(os.path.join(rank.job_dir, name), os.path.join(rank.work_dir, name))
         except FileExistsError:
             pass  # another rank was faster
+
+
+def begin_attempt(rank: Rank) -> None:
+    """Mark in the rank's logs, which go on from attempt to attempt, where this one begins: on a line of its own."""
+    source = rank.launch.get("resume")
+    mark = "cluster-train: attempt %d, %s\n" % (rank.attempt, "from %s" % source if source else "from the beginning")
+    for suffix, text in (("out", ""), ("err", mark)):
+        with open(rank.file(suffix), "a+b", opener=records.private) as log:
+            size = log.seek(0, os.SEEK_END)
+            log.seek(max(0, size - 1))
+            is_cut = log.read() not in (b"", b"\n")
+            log.write((b"\n" if is_cut else b"") + records.to_bytes(text))
 
 
 def bind(cores: list) -> None:

@@ -126,6 +126,21 @@ def write_text(path: str, text: str, mode: int = 0o600) -> None:
         raise
 
 
+def private(path: str, flags: int) -> int:
+    """An opener for `open` that makes files which only their owner can read."""
+    return os.open(path, flags | os.O_CLOEXEC, 0o600)
+
+
+def put_away(path: str) -> None:
+    """Rename one rank's record after its attempt; another rank, or another node on a shared disk, may be faster."""
+    record = read_record(path) or {}
+    name = "attempt-%d.%s" % (record.get("attempt", 1), os.path.basename(path))
+    try:
+        os.rename(path, os.path.join(os.path.dirname(path), name))
+    except FileNotFoundError:
+        pass
+
+
 def write_record(path: str, record: dict) -> None:
     """Write one record."""
     write_text(path, json.dumps(record, sort_keys=True) + "\n")

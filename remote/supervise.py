@@ -6,9 +6,10 @@
     sweep  --root R --run ID     on any node: end every process of this run there
 
 The document for `start`: {"launch": the launch document, "mpirun": {"argv": [...], "env": {...}}, "grace_s": number,
-"files": {name: {"text", "mode"}} for the run's directory, "label": anything, kept in `status.json`}.
+"files": {name: {"text", "mode"}} for the run's directory, "label": anything, kept in `status.json`, "restart": see
+`restart.py`}.
 
-The state is starting, running, stopping, and in the end succeeded, failed or stopped; beside a dead supervisor it is
+The state is starting, running, restarting, stopping, and in the end succeeded, failed or stopped; beside a dead supervisor it is
 reported as `lost`. A run outlives the connection that started it, but not its supervisor: mpirun is killed with it.
 """
 
@@ -22,6 +23,7 @@ import time
 import attempt
 import processes
 import records
+import restart
 import runs
 
 FULL_DISK_S = 600.0  # for somebody to make room for the last status
@@ -152,6 +154,8 @@ def first_status(order: dict) -> dict:
         "mpirun_signal": None,
         "started_unix_s": time.time(),
         "ended_unix_s": None,
+        "attempt": 1,
+        "restarts": order.get("restart", {}).get("restarts", 0),
         "grace_s": order["grace_s"],
         "label": order["label"],
         "verdict": None,
@@ -204,15 +208,10 @@ def supervise(run: runs.Run, order: dict, report: int) -> None:
 
     while order:
         outcome = attempt.attempt(run, order, tell)
-        order = next_order(run, order, outcome)
+        order, outcome = restart.next_order(run, order, outcome)
     ended_unix_s, deadline = time.time(), time.monotonic() + FULL_DISK_S
     while not run.set(ended_unix_s=ended_unix_s, **outcome.status()) and time.monotonic() < deadline:
         time.sleep(1.0)
-
-
-def next_order(run: runs.Run, order: dict, outcome: attempt.Outcome) -> dict:
-    """What to attempt next after this outcome; None where the run has ended."""
-    return None
 
 
 def answer(report: int, reply: dict) -> None:

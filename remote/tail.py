@@ -1,13 +1,13 @@
 """Follow the logs and records of ranks on this node, as ASCII JSON lines on stdout.
 
     {"file": "rank-0.out", "offset": 123, "data": "bytes as latin-1 text"}     offset: where in the file the data begins
-    {"rank": {...}}      rank-<n>.json, once, before the rank's data
-    {"exit": {...}}      rank-<n>.exit.json, once, after all of the rank's data
+    {"rank": {...}}      rank-<n>.json, once for each attempt at the run, before the rank's data
+    {"exit": {...}}      rank-<n>.exit.json, once for each attempt, after all of the rank's data until then
     {"status": {...}}    with --head: status.json whenever it changes; a final one comes last
 
 Without --follow it tells what is there and ends. With it, it ends when its ranks have ended (with --head: when the run
-has) and everything was told; at a line `drain` on stdin it tells what is there and ends; at stdin's end, whoever
-listened has gone, and it ends at once. To go on after a broken connection, give the offsets that were reached.
+has; with --until-drained: not by itself, for there may be another attempt) and everything was told; at a line `drain`
+on stdin it tells what is there and ends; at stdin's end, whoever listened has gone, and it ends at once. To go on after a broken connection, give the offsets that were reached.
 """
 
 import argparse
@@ -58,26 +58,31 @@ class Log:
 class Tail:
     """What was told so far about some ranks (and their run), and what is new."""
 
-    def __init__(self, run_dir: str, ranks: list, offsets: dict, is_head: bool) -> None:
+    def __init__(self, run_dir: str, ranks: list, offsets: dict, is_head: bool, until_drained: bool = False) -> None:
         self.run_dir = run_dir
         self.is_head = is_head
+        self.until_drained = until_drained
         self.status = None
-        self.unstarted = list(ranks)
-        self.unended = list(ranks)
+        self.ranks = list(ranks)
+        self.versions = {}  # which file it was, of each record that was told
+        self.ended = set()
         names = [os.path.basename(records.rank_file("", rank, suffix)) for rank in ranks for suffix in ("out", "err")]
         self.logs = [Log(run_dir, name, offsets.get(name, 0)) for name in names + list(HEAD_FILES if is_head else ())]
 
     @property
     def has_ended(self) -> bool:
         """Whether nothing will be written that was not there at the last look."""
-        return self.status is not None and self.status["state"] in ENDED if self.is_head else not self.unended
+        if self.is_head:
+            return self.status is not None and self.status["state"] in ENDED
+        return not self.until_drained and self.ended == set(self.ranks)
 
     def look(self):
         """Yield batches of what is new by now, in the order that the module promises."""
         # The status before the exit records, these before the data: each is written after what follows it here.
         status = self.new_status()
-        ended, self.unended = self.new_records(self.unended, "exit.json")
-        started, self.unstarted = self.new_records(self.unstarted, "json")
+        ended = self.new_records("exit.json")
+        started = self.new_records("json")
+        self.ended |= set(ended)
         yield [{"rank": started[rank]} for rank in sorted(started)]
         ends = [(log, log.size_bytes()) for log in self.logs]
         while True:
@@ -88,10 +93,16 @@ class Tail:
         yield [{"exit": ended[rank]} for rank in sorted(ended)]
         yield [{"status": status}] if status else []
 
-    def new_records(self, missing: list, suffix: str) -> tuple:
-        """The records that have appeared, by rank, and the ranks that still have none."""
-        found = {rank: records.read_record(records.rank_file(self.run_dir, rank, suffix)) for rank in missing}
-        return {rank: found[rank] for rank in missing if found[rank]}, [rank for rank in missing if not found[rank]]
+    def new_records(self, suffix: str) -> dict:
+        """The records that have appeared since the last look, by rank; each attempt at the run has its own."""
+        found = {}
+        for rank in self.ranks:
+            path = records.rank_file(self.run_dir, rank, suffix)
+            version = version_of(path)
+            if version and version != self.versions.get(path):
+                self.versions[path] = version
+                found[rank] = records.read_record(path)
+        return {rank: found[rank] for rank in found if found[rank]}
 
     def new_status(self) -> dict:
         """The run's status where it has changed, else None."""
@@ -102,10 +113,19 @@ class Tail:
         return status
 
 
+def version_of(path: str) -> tuple:
+    """What changes when a record is written anew; None where there is none."""
+    try:
+        found = os.stat(path)
+    except FileNotFoundError:
+        return None
+    return found.st_ino, found.st_mtime_ns
+
+
 def main() -> int:
     """Tell what is there, and with --follow what comes."""
     options = parse(sys.argv[1:])
-    tail = Tail(options.run_dir, options.ranks, options.offsets, options.head)
+    tail = Tail(options.run_dir, options.ranks, options.offsets, options.head, options.until_drained)
     try:
         if options.follow:
             follow(tail)
@@ -124,6 +144,7 @@ def parse(arguments: list) -> argparse.Namespace:
     parser.add_argument("--offsets", type=json.loads, default={}, help='{"rank-0.out": 123}: where to go on')
     parser.add_argument("--follow", action="store_true")
     parser.add_argument("--head", action="store_true", help="tell the run's status and mpirun's own output too")
+    parser.add_argument("--until-drained", action="store_true", help="do not end when the ranks have")
     return parser.parse_args(arguments)
 
 

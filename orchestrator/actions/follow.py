@@ -15,7 +15,7 @@ from orchestrator.errors import UnreachableError
 from orchestrator.nodes.fleet import Fleet
 from orchestrator.nodes.transport import Channel
 from orchestrator.planning.loglines import LineSplitter
-from orchestrator.specs.events import Emit, LogText
+from orchestrator.specs.events import Emit, LogText, Notice
 
 READ_TIMEOUT_S = 5.0
 INTERRUPT = object()
@@ -42,7 +42,7 @@ class RunReference:
 
 @dataclass(slots=True)
 class Followed:
-    """What was learnt: the head's last status, and the exit record of every rank that left one."""
+    """What was learnt: the head's last status, and by log the last exit record of every rank that left one."""
 
     status: dict[str, Any]
     exits: dict[int, dict[str, Any]]
@@ -64,6 +64,8 @@ class Follower:
         self._known: dict[str, int] = {}
         self._open: dict[str, Channel] = {}
         self._fleet = fleet
+        self._numbers: dict[int, int] = {}  # a rank's log -> its number, which changes when a node is left out
+        self._told_notes = 0
         self.result = Followed(status={}, exits={})
 
     def start(self, *, live: bool = True) -> None:
@@ -72,7 +74,7 @@ class Follower:
         for node, ranks in self._run.ranks.items():
             arguments = ["--run-dir", self._run.run_dir, "--ranks", ",".join(map(str, ranks))]
             arguments += ["--follow"] if live else []
-            arguments += ["--head"] if node == head else []
+            arguments += ["--head" if node == head else "--until-drained"]
             argv = agent.command(self._run.root, self._run.python, "tail.py", arguments)
             channel = self._fleet.transports[node].open(argv)
             self._open[node] = channel
@@ -141,12 +143,19 @@ class Follower:
     def _take(self, node: str, item: Mapping[str, Any]) -> None:
         if "data" in item:
             self._log(node, item["file"], item["offset"], item["data"].encode("latin-1"))
+        elif "rank" in item:
+            self._numbers[item["rank"].get("log", item["rank"]["rank"])] = item["rank"]["rank"]
         elif "exit" in item:
-            self.result.exits[item["exit"]["rank"]] = item["exit"]
-            self._record.write(f"rank-{item['exit']['rank']}.exit.json", item["exit"])
+            log = item["exit"].get("log", item["exit"]["rank"])
+            self.result.exits[log] = item["exit"]
+            self._record.write(f"rank-{log}.exit.json", item["exit"])
         elif "status" in item:
             self.result.status = item["status"]
             self._record.write("status.json", item["status"])
+            notes = item["status"].get("notes", [])
+            for text in notes[self._told_notes :]:
+                self._emit(Notice(text=text))
+            self._told_notes = len(notes)
             if item["status"]["state"] in FINAL_STATES:
                 self._drain()
 
@@ -172,7 +181,8 @@ class Follower:
         if self._wanted is not None and rank not in self._wanted:
             return
         for piece in pieces:
-            self._emit(LogText(node=node, rank=rank, stream=stream, text=piece.text, transient=piece.transient))
+            number = None if rank is None else self._numbers.get(rank, rank)
+            self._emit(LogText(node=node, rank=number, stream=stream, text=piece.text, transient=piece.transient))
 
 
 def _parsed(name: str) -> tuple[int | None, str]:

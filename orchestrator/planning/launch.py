@@ -16,6 +16,7 @@ from orchestrator.planning.hops import hops_from_head, known_hosts, ssh_config, 
 from orchestrator.planning.mpirun import LAUNCH_VARIABLE, PROGRAM, STOP_SIGNAL, Flavour, MpiCommand, MpiRequest, mpi_command
 from orchestrator.planning.network import NetworkChoice
 from orchestrator.planning.placement import PlacementNode, place, ranks_per_node
+from orchestrator.planning.restarts import RestartPlan, plan_restarts
 from orchestrator.specs.facts import NodeFacts
 from orchestrator.specs.inventory import Inventory
 from orchestrator.specs.lock import Lock
@@ -70,6 +71,7 @@ class LaunchPlan:
         files: name in the run's directory to (text, mode).
         command: mpirun's hostfile, argument vector and environment.
         limits: how long the run's phases may take, for the supervisor.
+        restarts: what happens after a failure.
     """
 
     run_id: str
@@ -82,6 +84,7 @@ class LaunchPlan:
     files: Mapping[str, tuple[str, int]]
     command: MpiCommand
     limits: Mapping[str, float | str]
+    restarts: RestartPlan
 
     @property
     def nodes(self) -> tuple[str, ...]:
@@ -100,6 +103,7 @@ class LaunchPlan:
             "mpirun": {"argv": list(self.command.argv), "env": dict(self.command.env)},
             "grace_s": self.document["grace_s"],
             "limits": dict(self.limits),
+            "restart": self.restarts.to_json(),
             "label": dict(label),
         }
 
@@ -154,6 +158,7 @@ def plan_launch(request: LaunchRequest) -> LaunchPlan:
         files=files,
         command=command,
         limits={name: getattr(inventory.job, name) for name in LIMITS},
+        restarts=plan_restarts(inventory, request.script_text, translation.argv, network.endpoints, tuple(ranks_per_node(ranks))),
     )
 
 

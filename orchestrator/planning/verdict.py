@@ -63,7 +63,8 @@ def judge(status: Mapping[str, Any], exits: Iterable[Mapping[str, Any]]) -> Verd
         return _judged(state, status["verdict"])
     if state == "lost":
         return Verdict(state=state, summary=_without_rank(status))
-    records = list(exits)
+    attempt = status.get("attempt", 1)
+    records = [record for record in exits if record.get("attempt", 1) == attempt]
     own = [record for record in records if not record["stopped"] and _is_failure(record)]
     # A rank whose parent or mpirun was killed from outside ends as an orphan: the first of those is the next best answer.
     culprits = own or [record for record in records if record.get("ended_by") == "orphaned"]

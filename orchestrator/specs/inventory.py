@@ -132,6 +132,13 @@ class Job(_Section):
     stall_action: v.StallAction = Field(default="report", description="what is done about a stalled run: only told, or ended")
     ddp_timeout_s: v.PositiveSeconds | None = Field(
         default=None, description="time limit of the collectives, unless the script names one (default: PyTorch's, 1800)"
+    restarts: v.CountFromZero = Field(default=0, description="how often a run that failed is started again by itself")
+    checkpoints: v.PathText | None = Field(
+        default=None,
+        description="pattern of the job's checkpoints in the run's directory (default: Trainer's, below its --output_dir)",
+    )
+    min_nodes: v.Count | None = Field(
+        default=None, description="restart without lost nodes if so many are left (default: all are needed)"
     )
 
     @field_validator("sync")

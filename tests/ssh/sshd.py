@@ -104,22 +104,26 @@ class SshdNodes:
         self._directory = directory
         self._groups = 0
         self._servers: list[subprocess.Popen[bytes]] = []
-        self._how: dict[tuple[str, int], tuple[Path, int, int, Path | None, Mapping[str, str]]] = {}
+        self._how: dict[tuple[str, int], tuple[Path, int, int, tuple[str, str], Path | None, Mapping[str, str]]] = {}
 
-    def __call__(self, count: int, *, disk: Path | None = None, **config: str) -> list[SshdNode]:
+    def __call__(
+        self, count: int, *, disk: Path | None = None, machines: Mapping[str, str] | None = None, **config: str
+    ) -> list[SshdNode]:
         """Start `count` servers on one free port; `config` replaces settings of ours, as in MaxStartups="3".
 
         Args:
             disk: a directory in whose place each node sees one of its own, as different machines do. See `can_mount`.
+            machines: address -> network namespace that has it, for as many nodes, instead of addresses on loopback.
         """
         group = self._directory / f"group{self._groups}"
         self._groups += 1
         group.mkdir(parents=True)
         for name in ("user_key", *(f"host_key{index}" for index in range(count))):
             make_key(group / name)
+        places = list((machines or {f"127.0.0.{index + 2}": "" for index in range(count)}).items())
         for _ in range(5):
             try:
-                return self._start(group, _free_port(), count, disk, config)
+                return self._start(group, _free_port(), places, disk, config)
             except _PortTaken:
                 continue  # by somebody else, between our asking and sshd's binding
         raise RuntimeError("five times another process took the port that was free just before")
@@ -140,10 +144,12 @@ class SshdNodes:
         _wait_until_listening(self._servers[-1], made.log)
         return made
 
-    def _start(self, group: Path, port: int, count: int, disk: Path | None, config: Mapping[str, str]) -> list[SshdNode]:
+    def _start(
+        self, group: Path, port: int, places: list[tuple[str, str]], disk: Path | None, config: Mapping[str, str]
+    ) -> list[SshdNode]:
         before = len(self._servers)
         try:
-            nodes = [self._start_one(group, port, index, disk, config) for index in range(count)]
+            nodes = [self._start_one(group, port, index, place, disk, config) for index, place in enumerate(places)]
             for server, node in zip(self._servers[before:], nodes, strict=True):
                 _wait_until_listening(server, node.log)
         except BaseException:
@@ -154,9 +160,11 @@ class SshdNodes:
         (group / "known_hosts").write_text("".join(f"[{host}]:{port} {key}" for host, key in host_keys))
         return nodes
 
-    def _start_one(self, group: Path, port: int, index: int, disk: Path | None, config: Mapping[str, str]) -> SshdNode:
-        host, home, log = f"127.0.0.{index + 2}", _make_home(group, index), group / f"sshd{index}.log"
-        self._how[host, port] = (group, port, index, disk, config)
+    def _start_one(
+        self, group: Path, port: int, index: int, place: tuple[str, str], disk: Path | None, config: Mapping[str, str]
+    ) -> SshdNode:
+        (host, namespace), home, log = place, _make_home(group, index), group / f"sshd{index}.log"
+        self._how[host, port] = (group, port, index, place, disk, config)
         settings = {**_settings(host, port, home, group / f"host_key{index}"), **config}
         settings_file = group / f"sshd_config{index}"
         settings_file.write_text("".join(f"{name} {value}\n" for name, value in settings.items()))
@@ -165,7 +173,8 @@ class SshdNodes:
         own_disk = group / f"disk{index}"
         own_disk.mkdir(exist_ok=True)
         become = (sys.executable, "-c", _BECOME_SSHD, str(own_disk), str(disk or ""))
-        server = subprocess.Popen((*become, *sshd), stdin=subprocess.DEVNULL, cwd="/", start_new_session=True)
+        inside = ("ip", "netns", "exec", namespace) if namespace else ()
+        server = subprocess.Popen((*inside, *become, *sshd), stdin=subprocess.DEVNULL, cwd="/", start_new_session=True)
         self._servers.append(server)
         return SshdNode(
             host=host,

@@ -1,0 +1,365 @@
+"""The checkpoints of a run on this node: which there are, which of their files are whole, and their way to other nodes.
+
+    --work W --pattern=P... survey         prints {"now_unix_s", "checkpoints": {path: see `describe`}}
+    --work W -- manifest PATH              prints {"files": {name: {"sha256", "size_bytes"}}}
+    --work W -- send PATH NAME...          the named files of a checkpoint as a tar stream on stdout
+    --work W -- receive PATH               < such a stream   prints {"files": {name: {"sha256", "size_bytes"}}}
+    --work W -- aside PATH...              renames half-written checkpoints to `.half-NAME`, where no script takes them
+
+Patterns and paths are relative to the ranks' working directory, or absolute. A checkpoint is a directory or one file;
+the names of its files begin with its own last name. A file is whole where its format can tell: safetensors by its
+header and length, PyTorch's zip archives by the directory at their end, Trainer's state and index files by being JSON.
+
+What makes a checkpoint complete is decided by `newest_complete` over the union of all nodes: each rank writes on its own
+node's disk. Trainer (read in Transformers 4.36 and 5.24) writes model, optimizer.pt, scheduler.pt, rng_state_<rank>.pth,
+and last trainer_state.json; ranks do not wait for each other there. Up to 4.40 some releases write all that into
+`tmp-checkpoint-<step>` and rename it. Of other checkpoints nothing is known but that they are not written to any more.
+"""
+
+import argparse
+import glob
+import hashlib
+import json
+import os
+import re
+import shutil
+import struct
+import sys
+import tarfile
+import time
+import zipfile
+
+BLOCK_BYTES = 1 << 20
+QUIET_S = 2.0  # a checkpoint that was written to so shortly before the failure may lack the rest
+RANKS_APART_S = 60.0  # by how much one rank may write its part of a checkpoint after another
+LARGEST_HEADER_BYTES = 100 * 1000 * 1000  # of a safetensors file, by its specification
+STATE = "trainer_state.json"
+TRAINER_NAME = re.compile(r"checkpoint-(\d+)$")
+RANK_FILE = re.compile(r"rng_state_(\d+)\.pth$")
+NEEDED = re.compile(r"(optimizer|scheduler)\.(pt|bin)$|.*model.*\.(safetensors|bin|pt|json)$")
+JSON_NAMES = (STATE, ".index.json")
+CHECKED = (".safetensors", ".pt", ".pth", ".bin", ".ckpt") + JSON_NAMES
+PART = ".part"
+
+
+def main(arguments: list) -> int:
+    """Carry out one command; 1 where it failed, which is then said on stderr."""
+    parser = argparse.ArgumentParser(prog="checkpoints.py")
+    parser.add_argument("command", choices=["survey", "manifest", "send", "receive", "aside"])
+    parser.add_argument("--work", required=True)
+    parser.add_argument("--pattern", action="append", default=[])
+    parser.add_argument("names", nargs="*")
+    options = parser.parse_args(arguments)
+    work, names = os.path.expanduser(options.work), options.names
+    try:
+        if options.command == "send":
+            send(work, names[0], names[1:], sys.stdout.buffer)
+            return 0
+        answer = {
+            "survey": lambda: survey(work, options.pattern),
+            "manifest": lambda: {"files": manifest(work, names[0])},
+            "receive": lambda: {"files": receive(work, names[0], sys.stdin.buffer)},
+            "aside": lambda: {"aside": set_aside(work, names)},
+        }[options.command]()
+    except (OSError, ValueError, EOFError, tarfile.TarError) as error:
+        sys.stderr.write("checkpoints: %s\n" % error)
+        return 1
+    print(json.dumps(answer))
+    return 0
+
+
+def survey(work: str, patterns: list) -> dict:
+    """All that matches, half-written or not. Of a file, `why` is why it is not whole; `is_checked`: its format could tell."""
+    found = {}
+    for pattern in patterns:
+        head, tail = os.path.split(os.path.expanduser(pattern))
+        for name in (tail, "tmp-" + tail) if tail.startswith("checkpoint-") else (tail,):
+            for path in glob.glob(os.path.join(glob.escape(work), head, name)):
+                found[os.path.relpath(path, work) if not os.path.isabs(pattern) else path] = describe(work, path)
+    return {"checkpoints": found, "now_unix_s": time.time()}
+
+
+def describe(work: str, path: str) -> dict:
+    """One checkpoint's files, and when it was last written to."""
+    files, changed = {}, 0.0
+    for name in file_names(path):
+        full = os.path.join(os.path.dirname(path), name)
+        why, is_checked = flaw(full)
+        files[name] = {"size_bytes": os.path.getsize(full), "why": why, "is_checked": is_checked}
+        changed = max(changed, os.path.getmtime(full))
+    return {"files": files, "changed_unix_s": changed, "shards": shards(path)}
+
+
+def file_names(path: str) -> list:
+    """The files of a checkpoint, relative to the directory that it lies in."""
+    base = os.path.dirname(path)
+    if not os.path.isdir(path):
+        return [os.path.basename(path)] if os.path.isfile(path) else []
+    found = [os.path.join(where, name) for where, _, names in os.walk(path) for name in names]
+    return sorted(os.path.relpath(full, base) for full in found if os.path.isfile(full) and not full.endswith(PART))
+
+
+def flaw(path: str) -> tuple:
+    """(why this file is not whole or None, whether its format could tell)."""
+    size = os.path.getsize(path)
+    if not path.endswith(CHECKED):
+        return None, False
+    if size == 0:
+        return "is empty", True
+    try:
+        if path.endswith(JSON_NAMES):
+            with open(path, encoding="utf-8") as stream:
+                json.load(stream)
+        elif path.endswith(".safetensors"):
+            check_safetensors(path, size)
+        elif starts_with(path, b"PK"):
+            zipfile.ZipFile(path).close()  # reads the directory at the file's end
+        else:
+            return None, False  # PyTorch's format before 1.6, or somebody's own
+    except (ValueError, zipfile.BadZipFile, struct.error) as error:
+        return "is cut off or damaged (%s)" % error, True
+    return None, True
+
+
+def check_safetensors(path: str, size: int) -> None:
+    """Raise ValueError unless the file is as long as its header says."""
+    with open(path, "rb") as stream:
+        (length,) = struct.unpack("<Q", stream.read(8))
+        if length > min(size, LARGEST_HEADER_BYTES):
+            raise ValueError("its header is incomplete")
+        header = json.loads(stream.read(length).decode("utf-8"))
+    end = max([tensor["data_offsets"][1] for name, tensor in header.items() if name != "__metadata__"] or [0])
+    if size != 8 + length + end:
+        raise ValueError("%d of %d bytes" % (size, 8 + length + end))
+
+
+def starts_with(path: str, magic: bytes) -> bool:
+    with open(path, "rb") as stream:
+        return stream.read(len(magic)) == magic
+
+
+def shards(path: str) -> list:
+    """The files that index files of a checkpoint name."""
+    found = set()
+    for name in file_names(path):
+        if name.endswith(JSON_NAMES[1]):
+            full = os.path.join(os.path.dirname(path), name)
+            try:
+                with open(full, encoding="utf-8") as stream:
+                    weight_map = json.load(stream)["weight_map"]
+            except (ValueError, KeyError, TypeError):
+                continue  # `flaw` says so
+            found.update(os.path.join(os.path.dirname(name), shard) for shard in weight_map.values())
+    return sorted(found)
+
+
+def manifest(work: str, path: str) -> dict:
+    """Hash and size of every file of a checkpoint."""
+    full = os.path.join(work, os.path.expanduser(path))
+    base = os.path.dirname(full)
+    return {name: {"sha256": sha256(os.path.join(base, name)), "size_bytes": size(base, name)} for name in file_names(full)}
+
+
+def size(base: str, name: str) -> int:
+    return os.path.getsize(os.path.join(base, name))
+
+
+def sha256(path: str) -> str:
+    digest = hashlib.sha256()
+    with open(path, "rb") as stream:
+        for block in iter(lambda: stream.read(BLOCK_BYTES), b""):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def send(work: str, path: str, names: list, out) -> None:
+    """Write some files of a checkpoint as a tar stream; the last one written by Trainer comes last here too."""
+    base = os.path.dirname(os.path.join(work, os.path.expanduser(path)))
+    with tarfile.open(fileobj=out, mode="w|", dereference=True) as archive:
+        for name in sorted(names, key=lambda name: (os.path.basename(name) == STATE, name)):
+            archive.add(os.path.join(base, name), arcname=name, recursive=False)
+
+
+def receive(work: str, path: str, stream) -> dict:
+    """Write the files of a tar stream beside their place and rename them; what arrived, as `manifest` would tell it."""
+    base = os.path.dirname(os.path.join(work, os.path.expanduser(path)))
+    top, received = os.path.basename(path), {}
+    with tarfile.open(fileobj=stream, mode="r|") as archive:
+        for member in archive:
+            parts = member.name.split("/")
+            if not member.isfile() or parts[0] != top or ".." in parts:
+                raise ValueError("refused: %r is no file of %s" % (member.name, top))
+            target = os.path.join(base, *parts)
+            os.makedirs(os.path.dirname(target), mode=0o700, exist_ok=True)
+            received[member.name] = write(archive.extractfile(member), target, member)
+            if received[member.name]["size_bytes"] != member.size:
+                raise ValueError("%s was cut short" % member.name)
+    return received
+
+
+def write(content, target: str, member: tarfile.TarInfo) -> dict:
+    """Copy a stream to a file, by way of a name that is never taken for a part of a checkpoint; its hash and size."""
+    beside = os.path.join(os.path.dirname(target), ".%s.%d%s" % (os.path.basename(target), os.getpid(), PART))
+    digest, size_bytes = hashlib.sha256(), 0
+    try:
+        with open(beside, "wb") as out:
+            for block in iter(lambda: content.read(BLOCK_BYTES), b""):
+                digest.update(block)
+                size_bytes += len(block)
+                out.write(block)
+        os.chmod(beside, member.mode & 0o777)
+        os.utime(beside, (member.mtime, member.mtime))  # when it was written tells whether it is whole
+        os.rename(beside, target)
+    except OSError:
+        os.unlink(beside)
+        raise
+    return {"sha256": digest.hexdigest(), "size_bytes": size_bytes}
+
+
+def set_aside(work: str, paths: list) -> list:
+    """Rename checkpoints so that no script takes them for whole ones; those that were here."""
+    done = []
+    for path in paths:
+        full = os.path.join(work, os.path.expanduser(path))
+        target = os.path.join(os.path.dirname(full), ".half-" + os.path.basename(full))
+        if not os.path.lexists(full):
+            continue  # it is on another node
+        shutil.rmtree(target, ignore_errors=True)
+        try:
+            os.rename(full, target)
+            done.append(path)
+        except FileNotFoundError:
+            pass  # another node was faster, on a disk in common
+    return done
+
+
+# What follows is decided on the head, over what all nodes found; it touches no file.
+
+
+class Choice:
+    """The checkpoint to go on from, or None; why others were skipped; ranks whose random state is nowhere."""
+
+    def __init__(self, path: str, skipped: dict, without_state: list) -> None:
+        self.path = path
+        self.skipped = skipped
+        self.without_state = without_state
+
+
+def newest_complete(surveys: dict, homes: dict, is_trainer: bool) -> Choice:
+    """The newest complete checkpoint of all.
+
+    Args:
+        surveys: node -> path -> what `describe` found, with `quiet_s`: how long before the failure it was last written
+            to. The head first, whose files win where nodes differ.
+        homes: rank -> its node, in the attempt that failed: a rank's own files are taken from there.
+        is_trainer: the script uses Transformers' Trainer.
+    """
+    merged = {path: merge(surveys, path, homes) for path in {path for found in surveys.values() for path in found}}
+    skipped = {}
+    for path in sorted(merged, key=lambda path: age(path, merged[path]), reverse=True):
+        why = incomplete(path, merged, len(homes), is_trainer)
+        if not why:
+            stateless = [rank for rank in sorted(homes) if not has_state(rank, merged[path]["files"], len(homes))]
+            return Choice(path, skipped, stateless if is_trainer else [])
+        skipped[path] = why
+    return Choice(None, skipped, [])
+
+
+def has_state(rank: int, files: dict, world_size: int) -> bool:
+    """Whether a Trainer checkpoint holds the state of a rank's random numbers."""
+    name = "rng_state_%d.pth" % rank if world_size > 1 else "rng_state.pth"
+    return any(os.path.basename(file) == name for file in files)
+
+
+def merge(surveys: dict, path: str, homes: dict) -> dict:
+    """One checkpoint with the files of all nodes, each as the node whose word counts has it."""
+    having = [(node, found[path]) for node, found in surveys.items() if path in found]
+    files = {}
+    for node, part in having:
+        for name, file in part["files"].items():
+            if name not in files or home(name, homes) == node:
+                files[name] = dict(file, node=node)
+    return {
+        "files": files,
+        "quiet_s": min(part["quiet_s"] for _, part in having),
+        "changed_unix_s": max(part["changed_unix_s"] for _, part in having),
+        "shards": sorted({name for _, part in having for name in part["shards"]}),
+    }
+
+
+def home(name: str, homes: dict) -> str:
+    """The node that a rank's own file is written on; None for other files."""
+    match = RANK_FILE.match(os.path.basename(name))
+    return homes.get(int(match.group(1))) if match else None
+
+
+def age(path: str, checkpoint: dict) -> tuple:
+    """A key that sorts by the numbers in the last name, then by time: `epoch_2_step_400` comes after `epoch_2_step_50`."""
+    numbers = tuple(int(number) for number in re.findall(r"\d+", os.path.basename(path)))
+    return numbers, checkpoint["changed_unix_s"], path
+
+
+def incomplete(path: str, merged: dict, world_size: int, is_trainer: bool) -> str:
+    """Why a checkpoint cannot be gone on from, or None."""
+    checkpoint, name = merged[path], os.path.basename(path)
+    files = checkpoint["files"]
+    if not any(file["size_bytes"] for file in files.values()):
+        return "it is empty"
+    for file_name, file in sorted(files.items()):
+        if file["why"]:
+            return "%s on %s %s" % (file_name, file["node"], file["why"])
+    lost = [shard for shard in checkpoint["shards"] if shard not in files]
+    if lost:
+        return "it lacks %s, which its index names" % lost[0]
+    if is_trainer and name.startswith("tmp-checkpoint-"):
+        return "it was not renamed yet"
+    is_trainers_own = is_trainer and TRAINER_NAME.match(name)
+    if is_trainers_own and "%s/%s" % (name, STATE) not in files:
+        return "it has no %s, which is written last" % STATE
+    if not is_trainers_own and checkpoint["quiet_s"] < QUIET_S and not is_one_checked_file(name, files):
+        return "it was written to until %.1f s before the failure" % max(0.0, checkpoint["quiet_s"])
+    wanted = trainers_names(path, merged, world_size) if is_trainers_own else older_names(path, merged)
+    lacking = sorted(wanted - inner_names(path, files))
+    return "it lacks %s, which other checkpoints have" % lacking[0] if lacking else None
+
+
+def is_one_checked_file(name: str, files: dict) -> bool:
+    return set(files) == {name} and files[name]["is_checked"]
+
+
+def trainers_names(path: str, merged: dict, world_size: int) -> set:
+    """What a Trainer checkpoint must have because others have it.
+
+    Model, optimizer and scheduler as any other has them, for Trainer may have been removing this one. Each rank's state as
+    an older one has it, where the failure may have come between rank 0 and the others: later on, what is not there is on
+    a disk that was lost, or was written by fewer ranks.
+    """
+    key, may_be_cut = age(path, merged[path]), merged[path]["quiet_s"] < RANKS_APART_S
+    names = set()
+    for other in merged:
+        for name in inner_names(other, merged[other]["files"]):
+            match = RANK_FILE.match(name)
+            is_cut = match and may_be_cut and int(match.group(1)) < world_size and age(other, merged[other]) < key
+            if NEEDED.match(name) or is_cut:
+                names.add(name)
+    return names
+
+
+def older_names(path: str, merged: dict) -> set:
+    """What any checkpoint must have because an older one of its kind, also a directory, has it under the same name."""
+    names = set()
+    for other in merged:
+        files = merged[other]["files"]
+        if age(other, merged[other]) < age(path, merged[path]) and set(files) != {os.path.basename(other)}:
+            numbers = set(re.findall(r"\d+", os.path.basename(other)))
+            names.update(name for name in inner_names(other, files) if not numbers & set(re.findall(r"\d+", name)))
+    return names
+
+
+def inner_names(path: str, files: dict) -> set:
+    """The names of a checkpoint's files within it."""
+    return {os.path.relpath(file, os.path.basename(path)) for file in files}
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,234 @@
+"""On node0, between two attempts at a run: what the next one goes on from, with whom, and its checkpoint on every node.
+
+Usage: resume.py RUN_DIR ATTEMPT FAILED_UNIX_S       ATTEMPT: the number of the attempt to come, 2 or more
+
+Started by the supervisor as a process of its own, so that a stop need not wait for it. Everything follows from the run's
+first order (`run.json`), so a node that was left out is taken in again once it answers. Other nodes are reached with the
+run's own ssh_config. On every node the remains of the failed attempt are ended first.
+
+Writes `attempt-<ATTEMPT>.json` into the run's directory: {"order": the order, "resume": path or null, "notes": [...]},
+or {"error": why there can be no attempt now}.
+"""
+
+import concurrent.futures
+import json
+import os
+import shlex
+import subprocess
+import sys
+import time
+
+import checkpoints
+import records
+import regroup
+
+LIMIT_S = 120.0  # for a node to answer; a survey reads headers only
+COPY_LIMIT_S = 24 * 3600.0
+SECOND_TRY_S = 1.0  # before a node that did not answer is asked once more
+PATIENCE_S = "2"  # between SIGTERM and SIGKILL, for what is left of the failed attempt
+
+
+class Unreachable(Exception):
+    """A node did not answer."""
+
+
+class Failed(Exception):
+    """There can be no attempt now; the message says why."""
+
+
+class Place:
+    """Where a run lives on every node, and how its nodes are reached from here."""
+
+    def __init__(self, run_dir: str, order: dict) -> None:
+        self.run_dir = run_dir
+        self.work = os.path.join(run_dir, "work")
+        self.launch = order["launch"]
+        self.addresses = order["restart"]["addresses"]  # of all nodes but the head
+
+    def argv(self, node: str, script: str, arguments: list) -> list:
+        """The command line that runs one of our scripts on a node."""
+        path = os.path.join(self.launch["agent_dir"], script)
+        argv = [self.launch["python"], "-S", "-E", path] + arguments
+        if node not in self.addresses:
+            return argv
+        config = os.path.join(self.run_dir, "ssh_config")
+        return ["ssh", "-F", config, self.addresses[node], " ".join(shlex.quote(word) for word in argv)]
+
+    def call(self, node: str, script: str, *arguments: str) -> dict:
+        """What a script prints on a node; Unreachable where SSH does not get through, Failed where the script fails."""
+        argv = self.argv(node, script, list(arguments))
+        try:
+            done = subprocess.run(argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, timeout=LIMIT_S)
+        except subprocess.TimeoutExpired:
+            raise Unreachable("no answer within %d s" % LIMIT_S)
+        said = done.stderr.decode("utf-8", "replace").strip()
+        if done.returncode == 255 and node in self.addresses:
+            raise Unreachable(said.splitlines()[-1] if said else "ssh ended with 255")
+        if done.returncode:
+            raise Failed("%s: %s: %s" % (node, script, said or "exit code %d" % done.returncode))
+        return json.loads(done.stdout.decode("ascii"))
+
+
+def main(arguments: list) -> int:
+    """Write the record of the next attempt."""
+    run_dir, attempt, failed_unix_s = arguments[0], int(arguments[1]), float(arguments[2])
+    order = records.read_record(os.path.join(run_dir, "run.json"))
+    try:
+        answer = prepare(Place(run_dir, order), order, attempt, failed_unix_s)
+    except (Failed, Unreachable) as error:
+        answer = {"error": str(error)}
+    records.write_record(attempt_file(run_dir, attempt), answer)
+    return 0
+
+
+def attempt_file(run_dir: str, attempt: int) -> str:
+    """Where the record of an attempt lies."""
+    return os.path.join(run_dir, "attempt-%d.json" % attempt)
+
+
+def prepare(place: Place, order: dict, attempt: int, failed_unix_s: float) -> dict:
+    """The record of the next attempt, with its checkpoint on every node that takes part."""
+    plan, nodes = order["restart"], regroup.nodes_of(order["launch"])
+    surveys, lost = survey(place, nodes, plan["patterns"], failed_unix_s)
+    notes = ["%s is left out: it cannot be reached from %s (%s)" % (node, nodes[0], why) for node, why in sorted(lost.items())]
+    if lost and len(surveys) < plan["min_nodes"]:
+        raise Failed("%s, and job.min_nodes wants %d nodes" % ("; ".join(notes), plan["min_nodes"]))
+    if lost:
+        order = regroup.without(order, list(lost))
+        notes.append("%d ranks on %s" % (order["launch"]["world_size"], ", ".join(surveys)))
+        order, note = with_batch(order, len(place.launch["ranks"]))
+        notes.append(note)
+    choice = checkpoints.newest_complete(surveys, homes(place.run_dir, attempt, place.launch), plan["is_trainer"])
+    notes += ["%s is skipped: %s" % pair for pair in sorted(choice.skipped.items())]
+    if choice.skipped:
+        on_all(
+            lambda node: place.call(node, "checkpoints.py", "--work", place.work, "--", "aside", *sorted(choice.skipped)), surveys
+        )
+    if choice.path is None:
+        notes.append("there is no complete checkpoint: it starts from the beginning")
+    else:
+        notes.append("it goes on from %s" % choice.path)
+        notes += bring(place, list(surveys), choice, homes(place.run_dir, attempt, place.launch))
+    return {"order": resumed(order, attempt, choice.path, place.work), "resume": choice.path, "notes": notes}
+
+
+def survey(place: Place, nodes: list, patterns: list, failed_unix_s: float) -> tuple:
+    """The checkpoints on every node that answers, and why the others do not. On each, what is left of the run is ended."""
+    root, run_id = os.path.dirname(os.path.dirname(place.run_dir)), place.launch["run_id"]
+    words = ["--pattern=%s" % pattern for pattern in patterns]
+
+    def look(node, is_last=False):
+        try:
+            place.call(node, "supervise.py", "sweep", "--root", root, "--run", run_id, "--patience-s", PATIENCE_S)
+            found = place.call(node, "checkpoints.py", "--work", place.work, *words, "survey")
+            return quiet(found, failed_unix_s, time.time())
+        except Unreachable as error:
+            if is_last:
+                return str(error)
+        time.sleep(SECOND_TRY_S)
+        return look(node, is_last=True)
+
+    found = on_all(look, nodes)
+    lost = {node: found[node] for node in nodes if isinstance(found[node], str)}
+    if nodes[0] in lost:
+        raise Failed("%s: %s" % (nodes[0], lost[nodes[0]]))
+    return {node: found[node] for node in nodes if node not in lost}, lost
+
+
+def quiet(found: dict, failed_unix_s: float, now_unix_s: float) -> dict:
+    """The checkpoints of a node with `quiet_s`, from that node's own clock: at least so long before the failure."""
+    since_failure_s = now_unix_s - failed_unix_s
+    for checkpoint in found["checkpoints"].values():
+        checkpoint["quiet_s"] = found["now_unix_s"] - checkpoint["changed_unix_s"] - since_failure_s
+    return found["checkpoints"]
+
+
+def on_all(action, nodes) -> dict:
+    """Do something on all nodes at once; node -> its result."""
+    with concurrent.futures.ThreadPoolExecutor(max_workers=16) as pool:
+        pending = {node: pool.submit(action, node) for node in nodes}
+        return {node: pending[node].result() for node in pending}
+
+
+def homes(run_dir: str, attempt: int, first: dict) -> dict:
+    """rank -> node of the attempt before."""
+    before = records.read_record(attempt_file(run_dir, attempt - 1)) or {}
+    launch = before["order"]["launch"] if "order" in before else first
+    return {rank["rank"]: rank["node"] for rank in launch["ranks"]}
+
+
+def with_batch(order: dict, before: int) -> tuple:
+    """The order with the global batch of `before` ranks where the script can be told; what to say."""
+    launch = order["launch"]
+    after = launch["world_size"]
+    if not order["restart"]["accumulates"]:
+        return order, regroup.other_batch(before, after, "no --gradient_accumulation_steps can be passed to this script")
+    argv, note = regroup.keep_batch(launch["argv"][1:], before, after)
+    return dict(order, launch=dict(launch, argv=launch["argv"][:1] + argv)), note
+
+
+def bring(place: Place, nodes: list, choice: checkpoints.Choice, homes: dict) -> list:
+    """The union of a checkpoint's files on all nodes, by hash: nothing is sent to a node that has it. What to say."""
+    have = on_all(
+        lambda node: place.call(node, "checkpoints.py", "--work", place.work, "--", "manifest", choice.path)["files"], nodes
+    )
+    source = {}
+    for node in nodes:
+        for name in have[node]:
+            if name not in source or checkpoints.home(name, homes) == node:
+                source[name] = node
+    wanted = {name: have[node][name] for name, node in source.items()}
+    head, notes = nodes[0], []
+    # Over the head, which alone reaches all: first what it lacks, then to each what that one lacks.
+    for node in nodes[1:]:
+        notes += copy(place, choice.path, node, head, [name for name in wanted if source[name] == node], wanted, have)
+    for node in nodes[1:]:
+        notes += copy(place, choice.path, head, node, sorted(wanted), wanted, have)
+    if choice.without_state:
+        ranks = ", ".join(map(str, choice.without_state))
+        notes.append("no node has the random state of rank %s: its random numbers (dropout) start anew" % ranks)
+    return notes
+
+
+def copy(place: Place, path: str, source: str, target: str, names: list, wanted: dict, have: dict) -> list:
+    """Send the files that the target lacks, and compare what arrived; what to say."""
+    missing = [name for name in names if have[target].get(name) != wanted[name]]
+    if not missing:
+        return []
+    sender = place.argv(source, "checkpoints.py", ["--work", place.work, "--", "send", path] + missing)
+    receiver = place.argv(target, "checkpoints.py", ["--work", place.work, "--", "receive", path])
+    sending = subprocess.Popen(sender, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE)
+    received = subprocess.run(
+        receiver, stdin=sending.stdout, stdout=subprocess.PIPE, stderr=subprocess.PIPE, timeout=COPY_LIMIT_S
+    )
+    sending.stdout.close()
+    if sending.wait() or received.returncode:
+        said = received.stderr.decode("utf-8", "replace").strip() or "see resume.err"
+        raise Failed("%s could not be brought from %s to %s: %s" % (path, source, target, said))
+    arrived = json.loads(received.stdout.decode("ascii"))["files"]
+    if arrived != {name: wanted[name] for name in missing}:
+        raise Failed("%s was changed on its way from %s to %s" % (path, source, target))
+    have[target].update(arrived)
+    size_mb = sum(wanted[name]["size_bytes"] for name in missing) / 1e6
+    return ["%s: %d files, %.1f MB, brought from %s to %s" % (path, len(missing), size_mb, source, target)]
+
+
+def resumed(order: dict, attempt: int, path: str, work: str) -> dict:
+    """The order of the next attempt: its number, and the checkpoint for the script."""
+    launch = dict(order["launch"], attempt=attempt)
+    option = order["restart"]["resume_option"]
+    if path is not None:
+        launch["resume"] = os.path.join(work, os.path.expanduser(path))
+        if option:
+            launch["argv"] = launch["argv"][:1] + with_option(launch["argv"][1:], option, launch["resume"])
+    return dict(order, launch=launch)
+
+
+def with_option(argv: list, option: str, value: str) -> list:
+    """Arguments with an option set: the last one counts, so it stands behind all others, before a bare `--`."""
+    end = argv.index("--") if "--" in argv else len(argv)
+    return argv[:end] + ["%s=%s" % (option, value)] + argv[end:]
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
