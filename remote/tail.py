@@ -7,7 +7,8 @@
 
 Without --follow it tells what is there and ends. With it, it ends when its ranks have ended (with --head: when the run
 has; with --until-drained: not by itself, for there may be another attempt) and everything was told; at a line `drain`
-on stdin it tells what is there and ends; at stdin's end, whoever listened has gone, and it ends at once. To go on after a broken connection, give the offsets that were reached.
+on stdin it tells what is there and ends; at stdin's end, whoever listened has gone, and it ends at once. To go on after a
+broken connection, give the offsets that were reached.
 """
 
 import argparse
