@@ -83,7 +83,8 @@ def listen(run: runs.Run, launch: dict, selector: selectors.BaseSelector) -> lis
     try:
         return listener.Listener(beat, [(plan["rank"], plan["node"]) for plan in launch["ranks"]], selector)
     except OSError as error:
-        run.set(notices=["no heartbeats: this node cannot listen on %s (%s)" % (beat["address"], error)])
+        text = "no heartbeats: this node cannot listen on %s (%s)" % (beat["address"], error)
+        run.set(notices=run.status["notices"] + [text])
         return None
 
 

@@ -16,6 +16,7 @@ import resume
 import runs
 
 LONGEST_WAIT_S = 60.0
+FINAL_KINDS = ("run_timeout",)  # verdicts after which nothing is attempted again
 
 
 class Stopped(Exception):
@@ -26,7 +27,7 @@ def next_order(run: runs.Run, order: dict, outcome: attempt.Outcome) -> tuple:
     """(What to attempt next, or None where the run has ended; the outcome, which is "stopped" where that was asked for)."""
     restarts = order.get("restart", {}).get("restarts", 0)
     number = order["launch"].get("attempt", 1)
-    if outcome.state != "failed" or not run.status["mpirun"]:
+    if outcome.state != "failed" or not run.status["mpirun"] or outcome.verdict["kind"] in FINAL_KINDS:
         return None, outcome
     failed_unix_s = time_of_failure(run)
     keep(run, number, outcome)
@@ -63,8 +64,8 @@ def keep(run: runs.Run, number: int, outcome: attempt.Outcome) -> None:
 
 
 def tell(run: runs.Run, *texts: str) -> None:
-    """Add to the notes of the run, which whoever follows it is shown."""
-    run.set(notes=run.status.get("notes", []) + list(texts))
+    """Add to the notices of the run, which whoever follows it is shown."""
+    run.set(notices=run.status["notices"] + list(texts))
 
 
 def wait(limit_s: float, child: children.Child = None) -> None:

@@ -65,7 +65,7 @@ class Follower:
         self._open: dict[str, Channel] = {}
         self._fleet = fleet
         self._numbers: dict[int, int] = {}  # a rank's log -> its number, which changes when a node is left out
-        self._told_notes = 0
+        self._told_notices = 0
         self.result = Followed(status={}, exits={})
 
     def start(self, *, live: bool = True) -> None:
@@ -152,10 +152,10 @@ class Follower:
         elif "status" in item:
             self.result.status = item["status"]
             self._record.write("status.json", item["status"])
-            notes = item["status"].get("notes", [])
-            for text in notes[self._told_notes :]:
+            notices = item["status"].get("notices", [])
+            for text in notices[self._told_notices :]:
                 self._emit(Notice(text=text))
-            self._told_notes = len(notes)
+            self._told_notices = len(notices)
             if item["status"]["state"] in FINAL_STATES:
                 self._drain()
 

@@ -132,6 +132,7 @@ class Job(_Section):
     stall_action: v.StallAction = Field(default="report", description="what is done about a stalled run: only told, or ended")
     ddp_timeout_s: v.PositiveSeconds | None = Field(
         default=None, description="time limit of the collectives, unless the script names one (default: PyTorch's, 1800)"
+    )
     restarts: v.CountFromZero = Field(default=0, description="how often a run that failed is started again by itself")
     checkpoints: v.PathText | None = Field(
         default=None,
