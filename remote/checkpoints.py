@@ -36,7 +36,11 @@ LARGEST_HEADER_BYTES = 100 * 1000 * 1000  # of a safetensors file, by its specif
 STATE = "trainer_state.json"
 TRAINER_NAME = re.compile(r"checkpoint-(\d+)$")
 RANK_FILE = re.compile(r"rng_state_(\d+)\.pth$")
-NEEDED = re.compile(r"(optimizer|scheduler)\.(pt|bin)$|.*model.*\.(safetensors|bin|pt|json)$")
+PARTS = {
+    "an optimizer": re.compile(r"optimizer\.(pt|bin)$"),
+    "a scheduler": re.compile(r"scheduler\.pt$"),
+    "a model": re.compile(r".*model.*\.(safetensors|bin)$"),
+}
 JSON_NAMES = (STATE, ".index.json")
 CHECKED = (".safetensors", ".pt", ".pth", ".bin", ".ckpt") + JSON_NAMES
 PART = ".part"
@@ -210,7 +214,7 @@ def write(content, target: str, member: tarfile.TarInfo) -> dict:
         os.chmod(beside, member.mode & 0o777)
         os.utime(beside, (member.mtime, member.mtime))  # when it was written tells whether it is whole
         os.rename(beside, target)
-    except OSError:
+    except (OSError, EOFError, tarfile.TarError):  # the disk is full, or the stream was cut
         os.unlink(beside)
         raise
     return {"sha256": digest.hexdigest(), "size_bytes": size_bytes}
@@ -318,8 +322,10 @@ def incomplete(path: str, merged: dict, world_size: int, is_trainer: bool) -> st
         return "it has no %s, which is written last" % STATE
     if not is_trainers_own and checkpoint["quiet_s"] < QUIET_S and not is_one_checked_file(name, files):
         return "it was written to until %.1f s before the failure" % max(0.0, checkpoint["quiet_s"])
-    wanted = trainers_names(path, merged, world_size) if is_trainers_own else older_names(path, merged)
-    lacking = sorted(wanted - inner_names(path, files))
+    if is_trainers_own:
+        lacking = sorted(trainers_parts(path, merged, world_size) - parts(path, files))
+    else:
+        lacking = sorted(older_names(path, merged) - inner_names(path, files))
     return "it lacks %s, which other checkpoints have" % lacking[0] if lacking else None
 
 
@@ -327,22 +333,29 @@ def is_one_checked_file(name: str, files: dict) -> bool:
     return set(files) == {name} and files[name]["is_checked"]
 
 
-def trainers_names(path: str, merged: dict, world_size: int) -> set:
+def trainers_parts(path: str, merged: dict, world_size: int) -> set:
     """What a Trainer checkpoint must have because others have it.
 
-    Model, optimizer and scheduler as any other has them, for Trainer may have been removing this one. Each rank's state as
+    Model, optimizer and scheduler if any other has them, for Trainer may have been removing this one. Each rank's state as
     an older one has it, where the failure may have come between rank 0 and the others: later on, what is not there is on
     a disk that was lost, or was written by fewer ranks.
     """
     key, may_be_cut = age(path, merged[path]), merged[path]["quiet_s"] < RANKS_APART_S
-    names = set()
+    wanted = set()
     for other in merged:
-        for name in inner_names(other, merged[other]["files"]):
-            match = RANK_FILE.match(name)
+        for part in parts(other, merged[other]["files"]):
+            match = RANK_FILE.match(part)
             is_cut = match and may_be_cut and int(match.group(1)) < world_size and age(other, merged[other]) < key
-            if NEEDED.match(name) or is_cut:
-                names.add(name)
-    return names
+            if is_cut or not match:
+                wanted.add(part)
+    return wanted
+
+
+def parts(path: str, files: dict) -> set:
+    """Which of the parts that Trainer writes are there; ranks' states by their names."""
+    names = inner_names(path, files)
+    found = {part for part in PARTS if any(PARTS[part].match(name) for name in names)}
+    return found | {name for name in names if RANK_FILE.match(name)}
 
 
 def older_names(path: str, merged: dict) -> set:
