@@ -44,6 +44,8 @@ def next_order(run: runs.Run, order: dict, outcome: attempt.Outcome) -> tuple:
             return None, outcome._replace(state="stopped")
         if "order" in answer:
             archive(run)
+            hostfile = answer["order"]["files"]["hostfile"]
+            records.write_text(os.path.join(run.run_dir, "hostfile"), hostfile["text"], hostfile["mode"])
             run.set(attempt=number, reason=None, resume=answer["resume"])
             tell(run, *["attempt %d: %s" % (number, note) for note in answer["notes"]])
             return answer["order"], outcome

@@ -90,9 +90,10 @@ def prepare(place: Place, order: dict, attempt: int, failed_unix_s: float) -> di
     """The record of the next attempt, with its checkpoint on every node that takes part."""
     plan, nodes = order["restart"], regroup.nodes_of(order["launch"])
     surveys, lost = survey(place, nodes, plan["patterns"], failed_unix_s)
-    notes = ["%s is left out: it cannot be reached from %s (%s)" % (node, nodes[0], why) for node, why in sorted(lost.items())]
+    missed = ["%s cannot be reached from %s (%s)" % (node, nodes[0], why) for node, why in sorted(lost.items())]
     if lost and len(surveys) < plan["min_nodes"]:
-        raise Failed("%s, and job.min_nodes wants %d nodes" % ("; ".join(notes), plan["min_nodes"]))
+        raise Failed("%s, and the job needs %d nodes (job.min_nodes)" % ("; ".join(missed), plan["min_nodes"]))
+    notes = ["%s: left out" % text for text in missed]
     if lost:
         order = regroup.without(order, list(lost))
         notes.append("%d ranks on %s" % (order["launch"]["world_size"], ", ".join(surveys)))

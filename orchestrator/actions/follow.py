@@ -91,9 +91,10 @@ class Follower:
             on_interrupt: called with 1, 2, … for every `interrupt`; whether to go on following.
 
         Raises:
-            UnreachableError: a connection broke; the run goes on.
+            UnreachableError: the connection to the head broke; the run goes on.
         """
         interrupts = 0
+        head = next(iter(self._run.ranks))
         while self._open:
             node, item = self._queue.get()
             if item is INTERRUPT:
@@ -102,6 +103,10 @@ class Follower:
                     self.close()
             elif item is None:
                 self._open.pop(node).close()
+            elif isinstance(item, Exception) and node != head:
+                self._open.pop(node).close()
+                text = f"{node}: the connection was lost while following ({str(item) or type(item).__name__})"
+                self._emit(Notice(text=f"{text}; what its ranks write from now on is not shown"))
             elif isinstance(item, Exception):
                 self.close()
                 raise UnreachableError(

@@ -53,6 +53,8 @@ class Node:
         self.python = python
         self.agent_dir = REMOTE
         self.limits: dict[str, Any] = {}
+        self.restart: dict[str, Any] = {}
+        self.hostfile = "127.0.0.1:4\n"
 
     def run_dir(self, run_id: str) -> Path:
         return self.root / "runs" / run_id
@@ -99,14 +101,15 @@ class Node:
         return done.returncode, json.loads(done.stdout)
 
     def start(self, launch: dict[str, Any], argv: Sequence[str], **env: str) -> tuple[int, dict[str, Any]]:
-        """Hand a launch to the supervisor, with `self.limits`."""
+        """Hand a launch to the supervisor, with `self.limits`, `self.restart` and `self.hostfile`."""
         order = {
             "launch": launch,
             "mpirun": {"argv": list(argv), "env": env},
             "grace_s": launch["grace_s"],
-            "files": {"hostfile": {"text": "127.0.0.1:4\n", "mode": 0o600}},
+            "files": {"hostfile": {"text": self.hostfile, "mode": 0o600}},
             "label": {"cluster": "here"},
             "limits": self.limits,
+            "restart": self.restart,
         }
         return self.call("supervise.py", "start", stdin=json.dumps(order))
 

@@ -1,11 +1,12 @@
 """A plain DDP script with checkpoints of its own: goes on from the one that CLUSTER_TRAIN_RESUME names.
 
-Arguments: steps in all, steps between checkpoints. DIE_AT: see resumable_trainer.py.
+Arguments: steps in all, steps between checkpoints. DIE_AT, WIPE, CUT: see resumable_trainer.py.
 """
 
 import hashlib
 import os
 import pathlib
+import shutil
 import signal
 import sys
 
@@ -31,6 +32,10 @@ def main():
     for step in range(first, STEPS):
         print("step", step, flush=True)
         if len(fates) >= attempt and fates[attempt - 1] == f"{rank}:{step}":
+            if "WIPE" in os.environ:
+                shutil.rmtree(pathlib.Path.cwd())
+            if "CUT" in os.environ:
+                os.truncate(os.environ["CUT"], pathlib.Path(os.environ["CUT"]).stat().st_size // 2)
             os.kill(os.getpid(), signal.SIGKILL)
         inputs = torch.randn(8, 4, generator=torch.Generator().manual_seed(100 * step + rank))
         optimizer.zero_grad()

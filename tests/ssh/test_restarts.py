@@ -5,19 +5,21 @@ from __future__ import annotations
 import os
 import random
 import re
+import signal
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pytest
 import yaml
-from commands import BORROWED, REPOSITORY, ClusterTrain, LocalStack, Ran
+from commands import BORROWED, COMMAND, REPOSITORY, ClusterTrain, LocalStack, Ran
 from sshd import SshdNode, SshdNodes, can_mount
 
 pytestmark = pytest.mark.stack
 
 SCRIPTS = REPOSITORY / "tests" / "scripts"
+LIMIT_S = 300.0
 STEPS, SAVE_STEPS = 12, 3
 TRAINER = (
     str(SCRIPTS / "resumable_trainer.py"),
@@ -25,6 +27,40 @@ TRAINER = (
     *("--per_device_train_batch_size", "2", "--disable_tqdm", "true"),
 )
 DDP = (str(SCRIPTS / "resumable_ddp.py"), str(STEPS), str(SAVE_STEPS))
+
+
+class Started:
+    """`up` while it runs."""
+
+    def __init__(self, command: list[str | Path], directory: Path) -> None:
+        environment = {**os.environ, "XDG_STATE_HOME": str(directory / "state")}
+        self._said: list[str] = []
+        self._process = subprocess.Popen(
+            command, cwd=REPOSITORY, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+
+    def until(self, word: str) -> None:
+        """Read until it has said this."""
+        for line in self._out:
+            self._said.append(line)
+            if word in line:
+                return
+        raise AssertionError(f"it never said {word!r}: {''.join(self._said)[-3000:]}")
+
+    def interrupt(self) -> None:
+        self._process.send_signal(signal.SIGINT)
+
+    def ended(self) -> Ran:
+        """What it was, once it has ended."""
+        with self._process:
+            self._said += list(self._out)
+            code = self._process.wait(LIMIT_S)
+        return Ran(exit_code=code, stdout="".join(self._said), stderr="")
+
+    @property
+    def _out(self) -> IO[str]:
+        assert self._process.stdout is not None
+        return self._process.stdout
 
 
 class Pair:
@@ -37,18 +73,25 @@ class Pair:
         self.cluster_train = cluster_train
 
     def up(self, *command: str, **job: Any) -> Ran:
+        return self.cluster_train("up", self.inventory(**job), "--json", "--", *command)
+
+    def starting(self, *command: str, **job: Any) -> Started:
+        """The same without waiting for its end."""
+        return Started([COMMAND, "up", self.inventory(**job), "--json", "--", *command], self.file.parent)
+
+    def inventory(self, *, count: int = 2, **job: Any) -> Path:
         local = yaml.safe_load((REPOSITORY / "inventories" / "local.yml").read_text())
         first = self.nodes[0]
         content = {
             "cluster": "restarts",
             "root": str(self.root),
             "ssh": {"key": str(first.key), "known_hosts": str(first.known_hosts), "port": first.port},
-            "nodes": [{"name": f"node{index}", "host": node.host} for index, node in enumerate(self.nodes)],
+            "nodes": [{"name": f"node{index}", "host": node.host} for index, node in enumerate(self.nodes[:count])],
             "stack": local["stack"],
             "job": {"ppn": 1, "grace_s": 3, "omp_threads": 1, "ccl_workers": 0, **job},
         }
         self.file.write_text(yaml.safe_dump(content))
-        return self.cluster_train("up", self.file, "--json", "--", *command)
+        return self.file
 
     def run_dir(self, ran: Ran, node: int) -> Path:
         return self.nodes[node].disk / "runs" / ran.result["run_id"]
@@ -103,7 +146,7 @@ def weights(ran: Ran) -> list[str]:
     return [event["text"].split()[1] for event in sorted(said, key=lambda event: event["rank"])]
 
 
-def notes(ran: Ran) -> str:
+def notices(ran: Ran) -> str:
     return "\n".join(event["text"] for event in ran.events if event["event"] == "notice")
 
 
@@ -114,14 +157,52 @@ def steps_of(ran: Ran, rank: int) -> list[int]:
 
 @pytest.mark.parametrize("command", [TRAINER, DDP], ids=["trainer", "ddp"])
 def test_a_killed_run_ends_with_the_weights_of_one_that_was_not(pair: Pair, command: tuple[str, ...]) -> None:
-    """A rank is killed after a checkpoint; both ranks go on from it, though only node0's disk held it, to the same bits."""
+    """A rank is killed after a checkpoint, once with its node's working directory gone too.
+
+    Both ranks go on from that checkpoint, though only node0's disk held it, and end with the same bits.
+    """
     job = {} if command is TRAINER else {"checkpoints": "states/step-*.pt"}
     whole = pair.up(*command, **job)
     assert whole.exit_code == 0, whole.stdout[-3000:]
-    fate = random.Random(4).randint(SAVE_STEPS + 1, STEPS - 1)
-    cut = pair.up(*command, restarts=1, env={"DIE_AT": f"1:{fate}"}, **job)
-    assert cut.exit_code == 0, cut.stdout[-3000:]
-    saved = fate // SAVE_STEPS * SAVE_STEPS
-    assert len(set(weights(whole))) == 1 and weights(cut) == weights(whole) and len(weights(cut)) == 2
-    assert steps_of(cut, 1) == [*range(fate + 1), *range(saved, STEPS)]
-    assert "brought from node0 to node1" in notes(cut), notes(cut)
+    assert len(weights(whole)) == 2 and len(set(weights(whole))) == 1
+    chance = random.Random(4)
+    for variables in ({}, {"WIPE": "1"}):
+        fate = chance.randint(SAVE_STEPS + 1, STEPS - 1)
+        cut = pair.up(*command, restarts=1, env={"DIE_AT": f"1:{fate}", **variables}, **job)
+        assert cut.exit_code == 0, cut.stdout[-3000:]
+        assert weights(cut) == weights(whole)
+        assert steps_of(cut, 1) == [*range(fate + 1), *range(fate // SAVE_STEPS * SAVE_STEPS, STEPS)]
+        assert "brought from node0 to node1" in notices(cut) and "SIGKILL" in notices(cut), notices(cut)
+
+
+@pytest.mark.parametrize(
+    ("command", "newest", "file"),
+    [(TRAINER, "out/checkpoint-9", "optimizer.pt"), (DDP, "states/step-9.pt", "")],
+    ids=["trainer", "ddp"],
+)
+def test_a_half_written_checkpoint_is_skipped(pair: Pair, command: tuple[str, ...], newest: str, file: str) -> None:
+    """Of the newest checkpoint half a file is there: it is named and put aside, and the one before serves."""
+    job = {} if command is TRAINER else {"checkpoints": "states/step-*.pt"}
+    ran = pair.up(*command, restarts=1, env={"DIE_AT": "0:10", "CUT": f"{newest}/{file}".rstrip("/")}, **job)
+    assert ran.exit_code == 0, ran.stdout[-3000:]
+    assert f"{newest} is skipped: " in notices(ran) and "cut off or damaged" in notices(ran)
+    assert steps_of(ran, 1)[-6:] == [*range(6, STEPS)]
+    work = pair.run_dir(ran, 0) / "work"
+    assert (work / newest).with_name(f".half-{Path(newest).name}").exists() and (work / newest).exists()
+
+
+def test_a_lost_node_is_left_out(pair: Pair, sshd_factory: SshdNodes) -> None:
+    """node1 is gone for good: its rank's share of the batch is accumulated, and it is said what changed."""
+    command = (*TRAINER, "--gradient_accumulation_steps", "3")
+    started = pair.starting(*command, restarts=1, min_nodes=1, env={"SLEEP_AT": "7"})
+    started.until("step 7 ")
+    sshd_factory.stop(pair.nodes[1])
+    ran = started.ended()
+    assert ran.exit_code == 0, ran.stdout[-3000:]
+    assert (pair.run_dir(ran, 0) / "hostfile").read_text() == f"{pair.nodes[0].host}:1\n"
+    assert "step 6 of 1 ranks, accumulation 6" in ran.stdout
+    assert steps_of(ran, 0)[-6:] == [*range(6, STEPS)]
+    assert "node1 cannot be reached from node0 (" in notices(ran) and "): left out" in notices(ran)
+    assert "--gradient_accumulation_steps 6 instead of 3" in notices(ran)
+    (status,) = pair.cluster_train("status", pair.inventory(count=1), "--json").events[-1:]
+    assert (status["state"], [rank["node"] for rank in status["ranks"]]) == ("succeeded", ["node0"])
