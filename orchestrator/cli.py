@@ -91,6 +91,11 @@ def cli() -> None:
     help="Print the hostfile, each rank's environment and cores, and the mpirun line; start nothing.",
 )
 @click.option("--detach", is_flag=True, help="Return once the run has started; it goes on by itself.")
+@click.option(
+    "--resume",
+    metavar="ID",
+    help="Go on from the newest complete checkpoint of an earlier run on these nodes, or of the `newest`.",
+)
 @locked_option
 @log_dir_option
 @json_option
@@ -100,6 +105,7 @@ def up(
     inventory_file: str,
     dry_run: bool,
     detach: bool,
+    resume: str | None,
     locked: Path | None,
     log_dir: str | None,
     as_json: bool,
@@ -115,7 +121,7 @@ def up(
     if dry_run:
         console.emit(_dry_run_result(inventory, engine.dry_run(inventory, console.emit, locked=lock)))
         return
-    outcome = engine.up(inventory, console.emit, detach=detach, log_dir=log_dir, locked=lock)
+    outcome = engine.up(inventory, console.emit, detach=detach, log_dir=log_dir, locked=lock, resume=resume)
     if outcome is not None:
         _finish(ctx, outcome, console)
 

@@ -7,6 +7,7 @@ import shlex
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -48,12 +49,26 @@ def connected(inventory: Inventory, *, head_only: bool = False) -> Iterator[Flee
         fleet.close()
 
 
-def up(inventory: Inventory, emit: Emit, *, detach: bool, log_dir: str | None, locked: LockFile | None = None) -> Outcome | None:
-    """Probe, provision, sync, launch, and follow to the end; None where the run was left to itself (`detach`)."""
+def up(
+    inventory: Inventory,
+    emit: Emit,
+    *,
+    detach: bool,
+    log_dir: str | None,
+    locked: LockFile | None = None,
+    resume: str | None = None,
+) -> Outcome | None:
+    """Probe, provision, sync, launch, and follow to the end; None where the run was left to itself (`detach`).
+
+    Args:
+        resume: the run from whose newest complete checkpoint to go on, or "newest".
+    """
     files = collect(inventory.job)
     with connected(inventory) as fleet:
+        from_run = _run_to_resume(fleet, inventory, resume) if resume else None
         nodes, network, stack = _ready(fleet, inventory, emit, files, locked)
         plan = _plan(fleet, inventory, nodes, network, stack.lock, stack.choice, files, launch.new_run_id(inventory.cluster))
+        plan = replace(plan, from_run=from_run)
         _announce(plan, stack, nodes, emit)
         record = RunRecord(plan.run_id, log_dir)
         label = _label(inventory, plan, stack.lock)
@@ -424,6 +439,17 @@ def _one_status(fleet: Fleet, inventory: Inventory, run_id: str | None) -> dict[
             advice="see `cluster-train runs`",
         )
     return found[0]
+
+
+def _run_to_resume(fleet: Fleet, inventory: Inventory, wanted: str) -> str:
+    found = _one_status(fleet, inventory, None if wanted == "newest" else wanted)
+    if found["state"] not in FINAL_STATES:
+        raise PreflightError(
+            f"run {found['run_id']} has not ended: it is {found['state']}",
+            advice=_again(inventory, "stop", found["run_id"]) + "   first, or follow it",
+        )
+    run_id: str = found["run_id"]
+    return run_id
 
 
 def _again(inventory: Inventory, verb: str, run_id: str) -> str:

@@ -4,6 +4,7 @@
     --work W -- manifest PATH              prints {"files": {name: {"sha256", "size_bytes"}}}
     --work W -- send PATH NAME...          the named files of a checkpoint as a tar stream on stdout
     --work W -- receive PATH               < such a stream   prints {"files": {name: {"sha256", "size_bytes"}}}
+    --work W -- clone PATH OTHER_WORK      a copy of a checkpoint at the same path below another working directory
     --work W -- aside PATH...              renames half-written checkpoints to `.half-NAME`, where no script takes them
 
 Patterns and paths are relative to the ranks' working directory, or absolute. A checkpoint is a directory or one file;
@@ -49,7 +50,7 @@ PART = ".part"
 def main(arguments: list) -> int:
     """Carry out one command; 1 where it failed, which is then said on stderr."""
     parser = argparse.ArgumentParser(prog="checkpoints.py")
-    parser.add_argument("command", choices=["survey", "manifest", "send", "receive", "aside"])
+    parser.add_argument("command", choices=["survey", "manifest", "send", "receive", "clone", "aside"])
     parser.add_argument("--work", required=True)
     parser.add_argument("--pattern", action="append", default=[])
     parser.add_argument("names", nargs="*")
@@ -63,6 +64,7 @@ def main(arguments: list) -> int:
             "survey": lambda: survey(work, options.pattern),
             "manifest": lambda: {"files": manifest(work, names[0])},
             "receive": lambda: {"files": receive(work, names[0], sys.stdin.buffer)},
+            "clone": lambda: {"cloned": clone(work, *names)},
             "aside": lambda: {"aside": set_aside(work, names)},
         }[options.command]()
     except (OSError, ValueError, EOFError, tarfile.TarError) as error:
@@ -218,6 +220,17 @@ def write(content, target: str, member: tarfile.TarInfo) -> dict:
         os.unlink(beside)
         raise
     return {"sha256": digest.hexdigest(), "size_bytes": size_bytes}
+
+
+def clone(work: str, path: str, other_work: str) -> str:
+    """Copy a checkpoint: the run that it is from keeps its own."""
+    source, target = os.path.join(work, path), os.path.join(other_work, path)
+    if not os.path.exists(target):
+        beside = os.path.join(os.path.dirname(target), ".%s.%d%s" % (os.path.basename(target), os.getpid(), PART))
+        os.makedirs(os.path.dirname(target), mode=0o700, exist_ok=True)
+        (shutil.copytree if os.path.isdir(source) else shutil.copy2)(source, beside)
+        os.rename(beside, target)
+    return target
 
 
 def set_aside(work: str, paths: list) -> list:

@@ -1,7 +1,8 @@
 """Whether a run is attempted again after it failed, when, and with which order. Used by `supervise.py`, in its one thread.
 
 The order's "restart": {"restarts", "min_nodes", "patterns", "is_trainer", "resume_option", "accumulates", "addresses"};
-without it nothing is attempted again. What the next attempt needs is prepared by `resume.py`.
+without it nothing is attempted again. "from_run": the name of another run, from whose newest complete checkpoint the first
+attempt goes on. What the next attempt needs is prepared by `resume.py`.
 """
 
 import os
@@ -14,6 +15,7 @@ import children
 import records
 import resume
 import runs
+import verdicts
 
 LONGEST_WAIT_S = 60.0
 FINAL_KINDS = ("run_timeout",)  # verdicts after which nothing is attempted again
@@ -21,6 +23,26 @@ FINAL_KINDS = ("run_timeout",)  # verdicts after which nothing is attempted agai
 
 class Stopped(Exception):
     """Somebody asked the run to stop while nothing of it was running."""
+
+
+def first_order(run: runs.Run, order: dict, reply) -> tuple:
+    """(What to attempt first, or None; the outcome where there is none): from another run's checkpoint if that is asked for.
+
+    reply: is called with what `start` answers, as soon as it takes time.
+    """
+    if not order.get("from_run"):
+        return order, None
+    reply({"run_id": run.status["run_id"], "supervisor": run.status["supervisor"]})
+    other = records.read_record(os.path.join(os.path.dirname(run.run_dir), order["from_run"], "status.json")) or {}
+    try:
+        answer = prepare(run, 1, other.get("ended_unix_s") or time.time())
+    except Stopped:
+        return None, attempt.Outcome("stopped", None, None, None, None)
+    if "order" not in answer:
+        return None, attempt.Outcome("failed", answer["error"], None, None, verdicts.limit("resume", answer["error"]))
+    run.set(resume=answer["resume"])
+    tell(run, *answer["notes"])
+    return answer["order"], None
 
 
 def next_order(run: runs.Run, order: dict, outcome: attempt.Outcome) -> tuple:
@@ -35,7 +57,7 @@ def next_order(run: runs.Run, order: dict, outcome: attempt.Outcome) -> tuple:
         number += 1
         wait_s = min(LONGEST_WAIT_S, 2.0 ** (number - 2))
         why = "attempt %d failed: %s; restart %d of %d in %d s" % (number - 1, outcome.reason, number - 1, restarts, wait_s)
-        run.set(state="restarting", reason=why, mpirun=None)
+        run.set(state="restarting", reason=why, mpirun=None, nodes={}, stall=None)
         tell(run, why)
         try:
             wait(wait_s)

@@ -1,10 +1,12 @@
-"""On node0, between two attempts at a run: what the next one goes on from, with whom, and its checkpoint on every node.
+"""On node0, before an attempt at a run: what it goes on from, with whom, and its checkpoint on every node.
 
-Usage: resume.py RUN_DIR ATTEMPT FAILED_UNIX_S       ATTEMPT: the number of the attempt to come, 2 or more
+Usage: resume.py RUN_DIR ATTEMPT FAILED_UNIX_S       ATTEMPT: the number of the attempt to come
+
+The first attempt may go on from another run (the order's "from_run"), whose checkpoint is copied into this one.
 
 Started by the supervisor as a process of its own, so that a stop need not wait for it. Everything follows from the run's
 first order (`run.json`), so a node that was left out is taken in again once it answers. Other nodes are reached with the
-run's own ssh_config. On every node the remains of the failed attempt are ended first.
+run's own ssh_config. On every node the remains of what failed are ended first.
 
 Writes `attempt-<ATTEMPT>.json` into the run's directory: {"order": the order, "resume": path or null, "notes": [...]},
 or {"error": why there can be no attempt now}.
@@ -13,6 +15,7 @@ or {"error": why there can be no attempt now}.
 import concurrent.futures
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -25,6 +28,7 @@ import regroup
 LIMIT_S = 120.0  # for a node to answer; a survey reads headers only
 COPY_LIMIT_S = 24 * 3600.0
 SECOND_TRY_S = 1.0  # before a node that did not answer is asked once more
+ATTEMPT_FILE = re.compile(r"attempt-(\d+)\.json$")
 PATIENCE_S = "2"  # between SIGTERM and SIGKILL, for what is left of the failed attempt
 
 
@@ -37,11 +41,12 @@ class Failed(Exception):
 
 
 class Place:
-    """Where a run lives on every node, and how its nodes are reached from here."""
+    """Where a run, and what it goes on from, lives on every node, and how its nodes are reached from here."""
 
-    def __init__(self, run_dir: str, order: dict) -> None:
+    def __init__(self, run_dir: str, order: dict, source_dir: str) -> None:
         self.run_dir = run_dir
-        self.work = os.path.join(run_dir, "work")
+        self.source_dir = source_dir  # the run that failed: an earlier attempt at this one, or another one
+        self.work = os.path.join(source_dir, "work")
         self.launch = order["launch"]
         self.addresses = order["restart"]["addresses"]  # of all nodes but the head
 
@@ -54,7 +59,7 @@ class Place:
         config = os.path.join(self.run_dir, "ssh_config")
         return ["ssh", "-F", config, self.addresses[node], " ".join(shlex.quote(word) for word in argv)]
 
-    def call(self, node: str, script: str, *arguments: str) -> dict:
+    def call(self, node: str, script: str, *arguments: str, limit_s: float = LIMIT_S) -> dict:
         """What a script prints on a node; Unreachable where SSH does not get through, Failed where the script fails."""
         argv = self.argv(node, script, list(arguments))
         try:
@@ -73,8 +78,9 @@ def main(arguments: list) -> int:
     """Write the record of the next attempt."""
     run_dir, attempt, failed_unix_s = arguments[0], int(arguments[1]), float(arguments[2])
     order = records.read_record(os.path.join(run_dir, "run.json"))
+    source_dir = run_dir if attempt > 1 else os.path.join(os.path.dirname(run_dir), order["from_run"])
     try:
-        answer = prepare(Place(run_dir, order), order, attempt, failed_unix_s)
+        answer = prepare(Place(run_dir, order, source_dir), order, attempt, failed_unix_s)
     except (Failed, Unreachable) as error:
         answer = {"error": str(error)}
     records.write_record(attempt_file(run_dir, attempt), answer)
@@ -99,23 +105,24 @@ def prepare(place: Place, order: dict, attempt: int, failed_unix_s: float) -> di
         notes.append("%d ranks on %s" % (order["launch"]["world_size"], ", ".join(surveys)))
         order, note = with_batch(order, len(place.launch["ranks"]))
         notes.append(note)
-    choice = checkpoints.newest_complete(surveys, homes(place.run_dir, attempt, place.launch), plan["is_trainer"])
+    ranks = homes(place)
+    choice = checkpoints.newest_complete(surveys, ranks, plan["is_trainer"])
     notes += ["%s is skipped: %s" % pair for pair in sorted(choice.skipped.items())]
-    if choice.skipped:
-        on_all(
-            lambda node: place.call(node, "checkpoints.py", "--work", place.work, "--", "aside", *sorted(choice.skipped)), surveys
-        )
-    if choice.path is None:
+    if choice.skipped and place.source_dir == place.run_dir:
+        aside = ["--work", place.work, "--", "aside"] + sorted(choice.skipped)
+        on_all(lambda node: place.call(node, "checkpoints.py", *aside), surveys)
+    if choice.path is not None:
+        notes += ["it goes on from %s" % choice.path] + bring(place, list(surveys), choice, ranks)
+    elif place.source_dir == place.run_dir:
         notes.append("there is no complete checkpoint: it starts from the beginning")
     else:
-        notes.append("it goes on from %s" % choice.path)
-        notes += bring(place, list(surveys), choice, homes(place.run_dir, attempt, place.launch))
-    return {"order": resumed(order, attempt, choice.path, place.work), "resume": choice.path, "notes": notes}
+        raise Failed("run %s left no complete checkpoint to go on from" % os.path.basename(place.source_dir))
+    return {"order": resumed(order, attempt, choice.path, place.run_dir), "resume": choice.path, "notes": notes}
 
 
 def survey(place: Place, nodes: list, patterns: list, failed_unix_s: float) -> tuple:
     """The checkpoints on every node that answers, and why the others do not. On each, what is left of the run is ended."""
-    root, run_id = os.path.dirname(os.path.dirname(place.run_dir)), place.launch["run_id"]
+    root, run_id = os.path.dirname(os.path.dirname(place.source_dir)), os.path.basename(place.source_dir)
     words = ["--pattern=%s" % pattern for pattern in patterns]
 
     def look(node, is_last=False):
@@ -123,6 +130,8 @@ def survey(place: Place, nodes: list, patterns: list, failed_unix_s: float) -> t
             place.call(node, "supervise.py", "sweep", "--root", root, "--run", run_id, "--patience-s", PATIENCE_S)
             found = place.call(node, "checkpoints.py", "--work", place.work, *words, "survey")
             return quiet(found, failed_unix_s, time.time())
+        except Failed as error:  # a disk that was made anew, or is full: the node is as good as lost
+            return str(error)
         except Unreachable as error:
             if is_last:
                 return str(error)
@@ -151,11 +160,13 @@ def on_all(action, nodes) -> dict:
         return {node: pending[node].result() for node in pending}
 
 
-def homes(run_dir: str, attempt: int, first: dict) -> dict:
-    """rank -> node of the attempt before."""
-    before = records.read_record(attempt_file(run_dir, attempt - 1)) or {}
-    launch = before["order"]["launch"] if "order" in before else first
-    return {rank["rank"]: rank["node"] for rank in launch["ranks"]}
+def homes(place: Place) -> dict:
+    """rank -> node, of the last attempt that was made at what failed."""
+    numbers = [int(match.group(1)) for match in map(ATTEMPT_FILE.match, os.listdir(place.source_dir)) if match]
+    made = [records.read_record(attempt_file(place.source_dir, number)) for number in sorted(numbers, reverse=True)]
+    orders = [attempt["order"] for attempt in made if "order" in attempt]
+    orders.append(records.read_record(os.path.join(place.source_dir, "run.json")))
+    return {rank["rank"]: rank["node"] for rank in orders[0]["launch"]["ranks"]}
 
 
 def with_batch(order: dict, before: int) -> tuple:
@@ -170,9 +181,8 @@ def with_batch(order: dict, before: int) -> tuple:
 
 def bring(place: Place, nodes: list, choice: checkpoints.Choice, homes: dict) -> list:
     """The union of a checkpoint's files on all nodes, by hash: nothing is sent to a node that has it. What to say."""
-    have = on_all(
-        lambda node: place.call(node, "checkpoints.py", "--work", place.work, "--", "manifest", choice.path)["files"], nodes
-    )
+    look = ["--work", place.work, "--", "manifest", choice.path]
+    have = on_all(lambda node: place.call(node, "checkpoints.py", *look, limit_s=COPY_LIMIT_S)["files"], nodes)
     source = {}
     for node in nodes:
         for name in have[node]:
@@ -185,6 +195,9 @@ def bring(place: Place, nodes: list, choice: checkpoints.Choice, homes: dict) ->
         notes += copy(place, choice.path, node, head, [name for name in wanted if source[name] == node], wanted, have)
     for node in nodes[1:]:
         notes += copy(place, choice.path, head, node, sorted(wanted), wanted, have)
+    if place.source_dir != place.run_dir and not os.path.isabs(os.path.expanduser(choice.path)):
+        clone = ["--work", place.work, "--", "clone", choice.path, os.path.join(place.run_dir, "work")]
+        on_all(lambda node: place.call(node, "checkpoints.py", *clone, limit_s=COPY_LIMIT_S), nodes)
     if choice.without_state:
         ranks = ", ".join(map(str, choice.without_state))
         notes.append("no node has the random state of rank %s: its random numbers (dropout) start anew" % ranks)
@@ -214,12 +227,12 @@ def copy(place: Place, path: str, source: str, target: str, names: list, wanted:
     return ["%s: %d files, %.1f MB, brought from %s to %s" % (path, len(missing), size_mb, source, target)]
 
 
-def resumed(order: dict, attempt: int, path: str, work: str) -> dict:
+def resumed(order: dict, attempt: int, path: str, run_dir: str) -> dict:
     """The order of the next attempt: its number, and the checkpoint for the script."""
     launch = dict(order["launch"], attempt=attempt)
     option = order["restart"]["resume_option"]
     if path is not None:
-        launch["resume"] = os.path.join(work, os.path.expanduser(path))
+        launch["resume"] = os.path.join(run_dir, "work", os.path.expanduser(path))
         if option:
             launch["argv"] = launch["argv"][:1] + with_option(launch["argv"][1:], option, launch["resume"])
     return dict(order, launch=launch)

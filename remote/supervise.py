@@ -206,6 +206,7 @@ def supervise(run: runs.Run, order: dict, report: int) -> None:
         if unanswered:
             answer(unanswered.pop(), reply)
 
+    order, outcome = restart.first_order(run, order, tell)
     while order:
         outcome = attempt.attempt(run, order, tell)
         order, outcome = restart.next_order(run, order, outcome)

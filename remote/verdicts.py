@@ -2,7 +2,7 @@
 
 A verdict is {"kind", "summary", "rank", "node", "exit_code", "signal", "reason", "tail", "tail_of", "ended_unix_s", "others"}.
 Kinds: exit, signal, refused, exception, out_of_memory, disk_full, collective_timeout, peer_lost (of a rank); vanished,
-node_lost, orphaned, ended, start_timeout, run_timeout, stalled, mpirun. `others`: the ranks that ended because of it.
+node_lost, orphaned, ended, start_timeout, run_timeout, stalled, mpirun, resume. `others`: the ranks that ended because of it.
 """
 
 import collections

@@ -44,7 +44,7 @@ def attend(fleet: Fleet, job: Job, run: RunReference, record: RunRecord, emit: E
         start()
         outcome = _follow_to_the_end(fleet, job, run, follower, record, emit)
     record.write("verdict.json", outcome.verdict.to_json())
-    _fetch(fleet, job, run, record, emit)
+    _fetch(fleet, job, run, record, emit, is_needed=outcome.verdict.state == "succeeded")
     return outcome
 
 
@@ -113,11 +113,18 @@ def _last_lines(record: RunRecord, rank: int) -> tuple[str, ...]:
     return ()
 
 
-def _fetch(fleet: Fleet, job: Job, run: RunReference, record: RunRecord, emit: Emit) -> None:
+def _fetch(fleet: Fleet, job: Job, run: RunReference, record: RunRecord, emit: Emit, *, is_needed: bool) -> None:
+    """Bring back what the job wrote, also where it failed; that nothing could be brought must not hide why it failed."""
     paths = job.fetch
     if not paths:
         return
-    missing = fetch(fleet.head, run.root, run.python, f"{run.run_dir}/work", paths, record.path)
+    try:
+        missing = fetch(fleet.head, run.root, run.python, f"{run.run_dir}/work", paths, record.path)
+    except ClusterTrainError as error:
+        if is_needed:
+            raise
+        emit(Notice(text=f"job.fetch: {error.message}"))
+        return
     for path in missing:
         emit(Notice(text=f"job.fetch: the run left no {path} on {fleet.head.node}"))
     for path in sorted(set(paths) - set(missing)):

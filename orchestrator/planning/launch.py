@@ -72,6 +72,7 @@ class LaunchPlan:
         command: mpirun's hostfile, argument vector and environment.
         limits: how long the run's phases may take, for the supervisor.
         restarts: what happens after a failure.
+        from_run: the earlier run from whose newest complete checkpoint this one goes on.
     """
 
     run_id: str
@@ -85,6 +86,7 @@ class LaunchPlan:
     command: MpiCommand
     limits: Mapping[str, float | str]
     restarts: RestartPlan
+    from_run: str | None = None
 
     @property
     def nodes(self) -> tuple[str, ...]:
@@ -104,6 +106,7 @@ class LaunchPlan:
             "grace_s": self.document["grace_s"],
             "limits": dict(self.limits),
             "restart": self.restarts.to_json(),
+            "from_run": self.from_run,
             "label": dict(label),
         }
 

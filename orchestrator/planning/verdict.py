@@ -57,13 +57,14 @@ def judge(status: Mapping[str, Any], exits: Iterable[Mapping[str, Any]]) -> Verd
     that has none (its supervisor was killed), the records are all there is.
     """
     state = str(status["state"])
+    attempt = status.get("attempt", 1)
     if state in ("succeeded", "stopped"):
-        return Verdict(state=state, summary="every rank ended well" if state == "succeeded" else "the run was stopped")
+        well = "every rank ended well" + (f", in attempt {attempt}" if attempt > 1 else "")
+        return Verdict(state=state, summary=well if state == "succeeded" else "the run was stopped")
     if status.get("verdict"):
         return _judged(state, status["verdict"])
     if state == "lost":
         return Verdict(state=state, summary=_without_rank(status))
-    attempt = status.get("attempt", 1)
     records = [record for record in exits if record.get("attempt", 1) == attempt]
     own = [record for record in records if not record["stopped"] and _is_failure(record)]
     # A rank whose parent or mpirun was killed from outside ends as an orphan: the first of those is the next best answer.

@@ -212,6 +212,26 @@ def test_outputs_are_fetched_and_inputs_synced(
     assert "1 of 3 files sent" in cluster_train("up", path, "--", script(tmp_path, text)).stderr
 
 
+def test_outputs_and_logs_come_back_from_a_run_that_failed(
+    cluster_train: ClusterTrain, inventory: Callable[..., Path], tmp_path: Path
+) -> None:
+    """What rank 0 had written when another rank failed is in the record, and so is every rank's log."""
+    text = (
+        "import os, pathlib, sys, time\n"
+        "rank = os.environ['RANK']\n"
+        "print('rank', rank, 'was here')\n"
+        "if rank == '0': pathlib.Path('out').mkdir(), pathlib.Path('out/part').write_text('half a result')\n"
+        "while rank == '2' and not pathlib.Path('out/part').exists(): time.sleep(0.05)\n"
+        "if rank == '2': sys.exit(4)\n"
+        "time.sleep(60)\n"
+    )
+    ran = cluster_train("up", inventory(fetch=["out"]), "--json", "--", script(tmp_path, text))
+    assert ran.exit_code == 1 and ran.result["exit_code"] == 4, ran.stdout[-2000:]
+    record = Path(ran.result["record"])
+    assert (record / "out" / "part").read_text() == "half a result"
+    assert [(record / f"rank-{rank}.out").read_text() for rank in range(4)] == [f"rank {rank} was here\n" for rank in range(4)]
+
+
 def test_what_dry_run_prints_can_be_pasted(
     cluster_train: ClusterTrain, inventory: Callable[..., Path], tmp_path: Path, nodes: list[SshdNode], root: Path
 ) -> None:

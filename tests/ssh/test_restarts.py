@@ -7,7 +7,7 @@ import random
 import re
 import signal
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -72,8 +72,8 @@ class Pair:
         self.file = file
         self.cluster_train = cluster_train
 
-    def up(self, *command: str, **job: Any) -> Ran:
-        return self.cluster_train("up", self.inventory(**job), "--json", "--", *command)
+    def up(self, *command: str, options: Sequence[str] = (), **job: Any) -> Ran:
+        return self.cluster_train("up", self.inventory(**job), "--json", *options, "--", *command)
 
     def starting(self, *command: str, **job: Any) -> Started:
         """The same without waiting for its end."""
@@ -189,6 +189,18 @@ def test_a_half_written_checkpoint_is_skipped(pair: Pair, command: tuple[str, ..
     assert steps_of(ran, 1)[-6:] == [*range(6, STEPS)]
     work = pair.run_dir(ran, 0) / "work"
     assert (work / newest).with_name(f".half-{Path(newest).name}").exists() and (work / newest).exists()
+
+
+def test_a_new_run_goes_on_from_an_earlier_one(pair: Pair) -> None:
+    """`--resume` takes the newest complete checkpoint of a run that failed, and leaves that run as it is."""
+    failed = pair.up(*DDP, checkpoints="states/step-*.pt", env={"DIE_AT": "1:8"})
+    assert failed.exit_code == 1 and failed.result["rank"] == 1
+    resumed = pair.up(*DDP, options=["--resume", "newest"], checkpoints="states/step-*.pt")
+    assert resumed.exit_code == 0, resumed.stdout[-3000:]
+    assert steps_of(resumed, 0) == steps_of(resumed, 1) == [*range(6, STEPS)]
+    assert (pair.run_dir(failed, 0) / "work/states/step-6.pt").exists()
+    nothing = pair.up(*DDP, options=["--resume", failed.result["run_id"]], checkpoints="other-*")
+    assert nothing.exit_code == 1 and "left no complete checkpoint to go on from" in nothing.result["summary"]
 
 
 def test_a_lost_node_is_left_out(pair: Pair, sshd_factory: SshdNodes) -> None:

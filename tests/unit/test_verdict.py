@@ -84,3 +84,11 @@ def test_a_lost_run_is_not_blamed_on_a_rank() -> None:
     """Where the supervisor was killed, that is the reason, whatever its orphans say."""
     orphan = {**ended(0, 1.0, None, "SIGTERM", stopped=True), "ended_by": "orphaned"}
     assert judge({"state": "lost", "reason": "its supervisor was killed"}, [orphan]).summary == "its supervisor was killed"
+
+
+def test_only_the_last_attempt_counts() -> None:
+    """Records of an attempt that was tried again say nothing of the run's end, and a good end says which attempt it was."""
+    exits = [{**ended(1, 1.0, 7), "attempt": 1}, {**ended(0, 9.0, 3), "attempt": 2}]
+    verdict = judge({"state": "failed", "mpirun_exit": 3, "attempt": 2}, exits)
+    assert (verdict.rank, verdict.exit_code) == (0, 3)
+    assert judge({"state": "succeeded", "attempt": 2}, exits).summary == "every rank ended well, in attempt 2"
