@@ -377,6 +377,9 @@ def _plan(
 def _announce(plan: LaunchPlan, stack: Provisioned, nodes: Sequence[NodeFacts], emit: Emit) -> None:
     for note in plan.translation.notes:
         emit(Notice(text=note))
+    if plan.restarts.restarts and not plan.restarts.patterns:
+        text = "no checkpoints of this script are known (job.checkpoints): a restart begins from the beginning"
+        emit(Notice(text=f"job.restarts: {text}, unless the script finds its own"))
     versions = stack.lock.versions
     shown = ", ".join(f"{name} {versions[name]}" for name in ("torch", "transformers", "accelerate") if name in versions)
     emit(Step(text=f"stack {stack.lock.digest}: {shown}, backend {stack.choice.backend}"))

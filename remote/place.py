@@ -150,7 +150,8 @@ def prepare_directories(rank: Rank) -> None:
 def begin_attempt(rank: Rank) -> None:
     """Mark in the rank's logs, which go on from attempt to attempt, where this one begins: on a line of its own."""
     source = rank.launch.get("resume")
-    mark = "cluster-train: attempt %d, %s\n" % (rank.attempt, "from %s" % source if source else "from the beginning")
+    where = "from %s" % source.replace(rank.work_dir + "/", "") if source else "from the beginning"
+    mark = "cluster-train: attempt %d, %s\n" % (rank.attempt, where)
     for suffix, text in (("out", ""), ("err", mark)):
         with open(rank.file(suffix), "a+b", opener=records.private) as log:
             size = log.seek(0, os.SEEK_END)
