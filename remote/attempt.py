@@ -126,7 +126,7 @@ class Watch:
         self._began_s = time.monotonic()
         self._looked_s = self._start_looked_s = 0.0
         self._is_started = head is None
-        self._read_bytes = began_bytes  # of mpirun's stderr
+        self._began_bytes = self._read_bytes = began_bytes  # of mpirun's stderr
 
     def until_over(self) -> None:
         """Until mpirun has ended, and every rank that can still be heard has told its end."""
@@ -236,7 +236,7 @@ class Watch:
             self._start_looked_s = now
             silent = self._silent_ranks()
             for rank in unheard:
-                is_on_disk = os.path.exists(records.rank_file(self._run.run_dir, rank.number, "json"))
+                is_on_disk = any(here["rank"] == rank.number for here in self._run.ranks())
                 rank.without = silent.get(rank.number, rank.without or ("not heard yet" if is_on_disk else None))
         if not self._is_started and all(rank.has_reported for rank in self._head.ranks.values()):
             self._is_started = True
@@ -307,7 +307,7 @@ class Watch:
         return found
 
     def _last_words(self) -> list:
-        return reasons.last_lines(reasons.last_text(os.path.join(self._run.run_dir, "mpirun.err")))
+        return reasons.last_lines(reasons.last_text(os.path.join(self._run.run_dir, "mpirun.err"), self._began_bytes))
 
 
 def size_bytes(path: str) -> int:

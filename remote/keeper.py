@@ -26,6 +26,7 @@ def keep(rank: place.Rank, command: list, environment: dict, guard_pid: int) -> 
     children.die_with(guard_pid, signal.SIGHUP)
     oom_before = reasons.oom_kills()
     logs = (rank.file("out"), rank.file("err"))
+    began = (size_bytes(logs[1]), size_bytes(logs[0]))
     script = children.start(command, environment, logs, rank.work_dir, signal.SIGKILL)
     launcher = ending.launcher(rank)
     ending.put(rank, "json", rank_record(rank, script, guard_pid, launcher))
@@ -36,7 +37,7 @@ def keep(rank: place.Rank, command: list, environment: dict, guard_pid: int) -> 
     left = ending.kill_tree(rank, script)
     record = ending.exit_record(rank, script, ended_by=keeper.ended_by, left=left)
     if script.shell_code and not keeper.ended_by:
-        record.update(reasons.explain(rank.run_dir, logs[1], logs[0], end, oom_before))
+        record.update(reasons.explain(rank.run_dir, logs[1], logs[0], end, oom_before, began))
     ending.put(rank, "exit.json", record)
     ending.tell_end(keeper.pulse, record)
     if keeper.ended_by == "orphaned" or (script.shell_code and not keeper.ended_by):

@@ -41,15 +41,16 @@ def oom_kills() -> dict:
     return counts
 
 
-def explain(run_dir: str, err: str, out: str, end: dict, oom_before: dict) -> dict:
+def explain(run_dir: str, err: str, out: str, end: dict, oom_before: dict, began: tuple = (0, 0)) -> dict:
     """The end of a failed rank's log, and the reason of its failure where it is known.
 
-    err, out: paths of its logs. end: `exit_code` and `signal`. Returns {"tail": lines, "tail_of": "err" or "out",
+    err, out: paths of its logs. end: `exit_code` and `signal`. began: how long the two logs were when this attempt at the
+    run began: what an earlier one wrote says nothing of this end. Returns {"tail": lines, "tail_of": "err" or "out",
     "reason": {"kind", "text"} or None}; kinds: out_of_memory, disk_full, collective_timeout, peer_lost, exception.
     """
-    text, tail_of = last_text(err), "err"
+    text, tail_of = last_text(err, began[0]), "err"
     if not text.strip():
-        text, tail_of = last_text(out), "out"
+        text, tail_of = last_text(out, began[1]), "out"
     raised = exception(text)
     what = raised["text"] if raised else ""
     tail = last_lines(text)
@@ -113,11 +114,11 @@ def free_bytes(path: str) -> int:
     return disk.f_bavail * disk.f_frsize
 
 
-def last_text(path: str) -> str:
-    """The end of a log, without the bytes that are no text."""
+def last_text(path: str, began_bytes: int = 0) -> str:
+    """The end of a log, from there on at most, without the bytes that are no text."""
     try:
         with open(path, "rb") as stream:
-            stream.seek(max(0, os.fstat(stream.fileno()).st_size - READ_BYTES))
+            stream.seek(max(began_bytes, os.fstat(stream.fileno()).st_size - READ_BYTES))
             return stream.read().decode("utf-8", "replace")
     except OSError:
         return ""

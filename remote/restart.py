@@ -63,15 +63,12 @@ def next_order(run: runs.Run, order: dict, outcome: attempt.Outcome) -> tuple:
             wait(wait_s)
             answer = prepare(run, number, failed_unix_s)
         except Stopped:
-            return None, outcome._replace(state="stopped")
-        if "order" in answer:
-            archive(run)
-            hostfile = answer["order"]["files"]["hostfile"]
-            records.write_text(os.path.join(run.run_dir, "hostfile"), hostfile["text"], hostfile["mode"])
-            run.set(attempt=number, reason=None, resume=answer["resume"])
-            tell(run, *["attempt %d: %s" % (number, note) for note in answer["notes"]])
+            return None, outcome._replace(state="stopped", reason=None, verdict=None)
+        error = answer.get("error") or begin(run, number, answer)
+        if not error:
             return answer["order"], outcome
-        outcome = outcome._replace(reason=answer["error"])
+        tell(run, "attempt %d could not begin: %s" % (number, error))
+        outcome = outcome._replace(reason=error)
     return None, outcome
 
 
@@ -118,6 +115,19 @@ def prepare(run: runs.Run, number: int, failed_unix_s: float) -> dict:
     wait(resume.COPY_LIMIT_S, child)
     answer = records.read_record(resume.attempt_file(run.run_dir, number))
     return answer or {"error": "the next attempt could not be prepared: see resume.err in %s" % run.run_dir}
+
+
+def begin(run: runs.Run, number: int, answer: dict) -> str:
+    """Make the run's directory ready for an attempt; what went wrong, or None."""
+    hostfile = answer["order"]["files"]["hostfile"]
+    try:
+        archive(run)
+        records.write_text(os.path.join(run.run_dir, "hostfile"), hostfile["text"], hostfile["mode"])
+    except OSError as error:
+        return "%s could not be made ready: %s" % (run.run_dir, error)
+    run.set(attempt=number, reason=None, resume=answer["resume"])
+    tell(run, *["attempt %d: %s" % (number, note) for note in answer["notes"]])
+    return None
 
 
 def archive(run: runs.Run) -> None:

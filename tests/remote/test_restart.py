@@ -19,6 +19,9 @@ FAILS = (
     "attempt = int(os.environ['CLUSTER_TRAIN_ATTEMPT'])\n"
     "print('attempt', attempt, 'of rank', os.environ['RANK'], 'from', os.environ.get('CLUSTER_TRAIN_RESUME'), *sys.argv[2:])\n"
     "sys.stdout.write('cut off')\n"
+    "here = 'here-%d' % attempt\n"
+    "if os.environ['RANK'] == '0': open(here, 'w').close()\n"
+    "while not os.path.exists(here): time.sleep(0.05)\n"
     "if attempt <= int(sys.argv[1]) and os.environ['RANK'] == '1': sys.exit(5)\n"
     "if attempt <= int(sys.argv[1]): time.sleep(60)\n"
 )
@@ -90,6 +93,16 @@ def test_it_gives_up(node: MpiNode) -> None:
     assert tagged("never") == []
 
 
+def test_an_earlier_attempts_words_are_not_this_ones(node: MpiNode) -> None:
+    """The exception of the first attempt is not the reason of the second, which said nothing before it was killed."""
+    source = "import os\nif os.environ['CLUSTER_TRAIN_ATTEMPT'] == '1': raise ValueError('first')\nos.kill(os.getpid(), 9)"
+    start(node, "words", source, size=1, restarts=1)
+    status = node.until_final("words")
+    assert "ValueError: first" in status["attempts"][0]["reason"]
+    assert (status["verdict"]["signal"], status["verdict"]["tail"]) == ("SIGKILL", [""]), status["verdict"]
+    assert "first" not in status["reason"]
+
+
 def test_it_goes_on_from_the_newest_whole_checkpoint(node: MpiNode) -> None:
     """step-11 is half: it is named and put aside. The script is told of step-10, by variable and by its own option."""
     start(node, "saved", SAVES, size=1, patterns=["step-*.pt"], resume_option="--resume_from_checkpoint")
@@ -111,7 +124,7 @@ def test_a_stop_while_it_waits(node: MpiNode) -> None:
     assert status_file(node, "waits")["state"] == "restarting"
     started = time.monotonic()
     code, status = node.stop("waits")
-    assert (code, status["state"]) == (0, "stopped") and time.monotonic() - started < 7.0
+    assert (code, status["state"], status["reason"]) == (0, "stopped", None) and time.monotonic() - started < 7.0
     assert tagged("waits") == []
 
 
