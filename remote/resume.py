@@ -21,7 +21,7 @@ import subprocess
 import sys
 import time
 
-import checkpoints
+import completeness
 import records
 import regroup
 
@@ -94,30 +94,44 @@ def attempt_file(run_dir: str, attempt: int) -> str:
 
 def prepare(place: Place, order: dict, attempt: int, failed_unix_s: float) -> dict:
     """The record of the next attempt, with its checkpoint on every node that takes part."""
-    plan, nodes = order["restart"], regroup.nodes_of(order["launch"])
-    surveys, lost = survey(place, nodes, plan["patterns"], failed_unix_s)
-    missed = ["%s cannot be reached from %s (%s)" % (node, nodes[0], why) for node, why in sorted(lost.items())]
-    if lost and len(surveys) < plan["min_nodes"]:
-        raise Failed("%s, and the job needs %d nodes (job.min_nodes)" % ("; ".join(missed), plan["min_nodes"]))
-    notes = ["%s: left out" % text for text in missed]
-    if lost:
-        order = regroup.without(order, list(lost))
-        notes.append("%d ranks on %s" % (order["launch"]["world_size"], ", ".join(surveys)))
-        order, note = with_batch(order, len(place.launch["ranks"]))
-        notes.append(note)
-    ranks = homes(place)
-    choice = checkpoints.newest_complete(surveys, ranks, plan["is_trainer"])
-    notes += ["%s is skipped: %s" % pair for pair in sorted(choice.skipped.items())]
-    if choice.skipped and place.source_dir == place.run_dir:
+    nodes = regroup.nodes_of(order["launch"])
+    surveys, lost = survey(place, nodes, order["restart"]["patterns"], failed_unix_s)
+    order, changes = without_lost(order, list(surveys), lost)
+    path, notes = choose(place, order, surveys)
+    return {"order": resumed(order, attempt, path, place.run_dir), "resume": path, "notes": changes + notes}
+
+
+def without_lost(order: dict, left: list, lost: dict) -> tuple:
+    """The order for the nodes that are left, the head first; what to say. lost: node -> why."""
+    if not lost:
+        return order, []
+    missed = ["%s cannot be reached from %s (%s)" % (node, left[0], why) for node, why in sorted(lost.items())]
+    needed, before = order["restart"]["min_nodes"], order["launch"]["world_size"]
+    if len(left) < needed:
+        raise Failed("%s, and the job needs %d nodes (job.min_nodes)" % ("; ".join(missed), needed))
+    order, batch = with_batch(regroup.without(order, list(lost)), before)
+    ranks = "%d instead of %d ranks, on %s" % (order["launch"]["world_size"], before, ", ".join(left))
+    return order, ["%s: left out" % text for text in missed] + [ranks, batch]
+
+
+def choose(place: Place, order: dict, surveys: dict) -> tuple:
+    """The newest complete checkpoint, which is then on every node, or None; what to say. Others are put aside."""
+    ranks, is_trainer, is_own = homes(place), order["restart"]["is_trainer"], place.source_dir == place.run_dir
+    choice = completeness.newest_complete(surveys, ranks, is_trainer)
+    notes = ["%s is skipped: %s" % pair for pair in sorted(choice.skipped.items())]
+    if choice.skipped and is_own:
         aside = ["--work", place.work, "--", "aside"] + sorted(choice.skipped)
         on_all(lambda node: place.call(node, "checkpoints.py", *aside), surveys)
-    if choice.path is not None:
-        notes += ["it goes on from %s" % choice.path] + bring(place, list(surveys), choice, ranks)
-    elif place.source_dir == place.run_dir:
-        notes.append("there is no complete checkpoint: it starts from the beginning")
-    else:
+    if choice.path is None and not is_own:
         raise Failed("run %s left no complete checkpoint to go on from" % os.path.basename(place.source_dir))
-    return {"order": resumed(order, attempt, choice.path, place.run_dir), "resume": choice.path, "notes": notes}
+    if choice.path is None:
+        return None, notes + ["there is no complete checkpoint: it starts from the beginning"]
+    notes += ["it goes on from %s" % choice.path] + bring(place, list(surveys), choice.path, ranks)
+    stateless = completeness.stateless_ranks(choice.files, order["launch"]["world_size"]) if is_trainer else []
+    if stateless:
+        numbers = ", ".join(map(str, stateless))
+        notes.append("it holds no random state for rank %s, whose random numbers (dropout) start anew" % numbers)
+    return choice.path, notes
 
 
 def survey(place: Place, nodes: list, patterns: list, failed_unix_s: float) -> tuple:
@@ -179,28 +193,25 @@ def with_batch(order: dict, before: int) -> tuple:
     return dict(order, launch=dict(launch, argv=launch["argv"][:1] + argv)), note
 
 
-def bring(place: Place, nodes: list, choice: checkpoints.Choice, homes: dict) -> list:
+def bring(place: Place, nodes: list, path: str, homes: dict) -> list:
     """The union of a checkpoint's files on all nodes, by hash: nothing is sent to a node that has it. What to say."""
-    look = ["--work", place.work, "--", "manifest", choice.path]
+    look = ["--work", place.work, "--", "manifest", path]
     have = on_all(lambda node: place.call(node, "checkpoints.py", *look, limit_s=COPY_LIMIT_S)["files"], nodes)
     source = {}
     for node in nodes:
         for name in have[node]:
-            if name not in source or checkpoints.home(name, homes) == node:
+            if name not in source or completeness.home(name, homes) == node:
                 source[name] = node
     wanted = {name: have[node][name] for name, node in source.items()}
     head, notes = nodes[0], []
     # Over the head, which alone reaches all: first what it lacks, then to each what that one lacks.
     for node in nodes[1:]:
-        notes += copy(place, choice.path, node, head, [name for name in wanted if source[name] == node], wanted, have)
+        notes += copy(place, path, node, head, [name for name in wanted if source[name] == node], wanted, have)
     for node in nodes[1:]:
-        notes += copy(place, choice.path, head, node, sorted(wanted), wanted, have)
-    if place.source_dir != place.run_dir and not os.path.isabs(os.path.expanduser(choice.path)):
-        clone = ["--work", place.work, "--", "clone", choice.path, os.path.join(place.run_dir, "work")]
+        notes += copy(place, path, head, node, sorted(wanted), wanted, have)
+    if place.source_dir != place.run_dir and not os.path.isabs(os.path.expanduser(path)):
+        clone = ["--work", place.work, "--", "clone", path, os.path.join(place.run_dir, "work")]
         on_all(lambda node: place.call(node, "checkpoints.py", *clone, limit_s=COPY_LIMIT_S), nodes)
-    if choice.without_state:
-        ranks = ", ".join(map(str, choice.without_state))
-        notes.append("no node has the random state of rank %s: its random numbers (dropout) start anew" % ranks)
     return notes
 
 

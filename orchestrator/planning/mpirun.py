@@ -123,7 +123,8 @@ def _openmpi(request: MpiRequest) -> MpiCommand:
         hostfile="".join(f"{host} slots={count}\n" for host, count in request.hosts),
         argv=(*argv, *request.command),
         # Has an effect for root alone, whom Open MPI refuses otherwise: a person who logs in as root has decided that.
-        env={"PRTE_ALLOW_RUN_AS_ROOT": "1", "PRTE_ALLOW_RUN_AS_ROOT_CONFIRM": "1"},
+        # mpirun asks for the first pair, the prterun that it becomes for the second.
+        env={f"{who}_ALLOW_RUN_AS_ROOT{what}": "1" for who in ("OMPI", "PRTE") for what in ("", "_CONFIRM")},
     )
 
 

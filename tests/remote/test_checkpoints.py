@@ -20,6 +20,7 @@ from supervised import INTERPRETERS, REMOTE
 sys.path.insert(0, str(REMOTE))
 
 import checkpoints
+import completeness
 
 PATTERN = "out/checkpoint-*"
 LONG_AGO_S = 1000.0
@@ -54,14 +55,19 @@ def trainer(work: Path, step: int, ranks: tuple[int, ...] = (0,), *, is_head: bo
 
 def choose(
     *works: Path, pattern: str = PATTERN, is_trainer: bool = True, quiet_s: float = LONG_AGO_S, ranks: int = 2
-) -> checkpoints.Choice:
+) -> completeness.Choice:
     """The choice over nodes with these working directories, one rank each; all was last written `quiet_s` before."""
     surveys = {}
     for number, work in enumerate(works):
         found = checkpoints.survey(str(work), [pattern])["checkpoints"]
         surveys[f"node{number}"] = {path: dict(each, quiet_s=quiet_s) for path, each in found.items()}
     homes = {rank: f"node{rank * len(works) // ranks}" for rank in range(ranks)}
-    return checkpoints.newest_complete(surveys, homes, is_trainer)
+    return completeness.newest_complete(surveys, homes, is_trainer)
+
+
+def stateless(choice: completeness.Choice, ranks: int = 2) -> list[int]:
+    found: list[int] = completeness.stateless_ranks(choice.files, ranks)
+    return found
 
 
 def cut(name: str) -> Callable[[Path], object]:
@@ -112,16 +118,17 @@ def test_each_rank_writes_on_its_own_disk(tmp_path: Path) -> None:
         trainer(head, step)
         trainer(other, step, (1,), is_head=False)
     whole = choose(head, other)
-    assert (whole.path, whole.skipped, whole.without_state) == ("out/checkpoint-20", {}, [])
+    assert (whole.path, whole.skipped, stateless(whole)) == ("out/checkpoint-20", {}, [])
+    assert (stateless(whole, 3), stateless(whole, 1)) == ([2], [0])  # Trainer names the state of a single rank differently
     (other / "out/checkpoint-20/rng_state_1.pth").unlink()
     early = choose(head, other, quiet_s=0.5)  # killed between rank 0 and rank 1
     assert early.path == "out/checkpoint-10"
     assert early.skipped == {"out/checkpoint-20": "it lacks rng_state_1.pth, which other checkpoints have"}
     late = choose(head, other)  # long before the failure: it was there, and its disk is gone
-    assert (late.path, late.without_state) == ("out/checkpoint-20", [1])
+    assert (late.path, stateless(late)) == ("out/checkpoint-20", [1])
     (other / "out/checkpoint-10/rng_state_1.pth").unlink()
     wiped = choose(head, other, quiet_s=0.5)
-    assert (wiped.path, wiped.without_state) == ("out/checkpoint-20", [1])
+    assert (wiped.path, stateless(wiped)) == ("out/checkpoint-20", [1])
 
 
 def test_checkpoints_of_other_scripts(tmp_path: Path) -> None:

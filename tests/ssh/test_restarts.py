@@ -114,6 +114,7 @@ def machines() -> Iterator[dict[str, str]]:
         ip(f"link set {mine} up", f"address add {numbers}.1/24 dev {mine}")
         yield hosts
     finally:
+        subprocess.run(["ip", "link", "delete", mine], check=False, capture_output=True)
         for name in (switch, *hosts.values()):
             subprocess.run(["ip", "netns", "delete", name], check=False, capture_output=True)
 
