@@ -207,8 +207,8 @@ def bring(place: Place, nodes: list, path: str, homes: dict) -> list:
     # Over the head, which alone reaches all: first what it lacks, then to each what that one lacks.
     for node in nodes[1:]:
         notes += copy(place, path, node, head, [name for name in wanted if source[name] == node], wanted, have)
-    for node in nodes[1:]:
-        notes += copy(place, path, head, node, sorted(wanted), wanted, have)
+    sent = on_all(lambda node: copy(place, path, head, node, sorted(wanted), wanted, have), nodes[1:])
+    notes += [note for node in nodes[1:] for note in sent[node]]
     if place.source_dir != place.run_dir and not os.path.isabs(os.path.expanduser(path)):
         clone = ["--work", place.work, "--", "clone", path, os.path.join(place.run_dir, "work")]
         on_all(lambda node: place.call(node, "checkpoints.py", *clone, limit_s=COPY_LIMIT_S), nodes)

@@ -174,6 +174,8 @@ def test_a_killed_run_ends_with_the_weights_of_one_that_was_not(pair: Pair, comm
         assert weights(cut) == weights(whole)
         assert steps_of(cut, 1) == [*range(fate + 1), *range(fate // SAVE_STEPS * SAVE_STEPS, STEPS)]
         assert "brought from node0 to node1" in notices(cut) and "SIGKILL" in notices(cut), notices(cut)
+        is_told = "it holds no random state for rank 1" in notices(cut)
+        assert is_told == (command is TRAINER and "WIPE" in variables)
 
 
 @pytest.mark.parametrize(
