@@ -95,6 +95,11 @@ def rank_file(run_dir: str, rank: int, suffix: str) -> str:
     return os.path.join(run_dir, "rank-%d.%s" % (rank, suffix))
 
 
+def attempt_file(run_dir: str, attempt: int) -> str:
+    """The path of the record of one attempt at a run, which `resume.py` makes."""
+    return os.path.join(run_dir, "attempt-%d.json" % attempt)
+
+
 def complain(text: str) -> None:
     """Tell people, on stderr, what could not be done; unbuffered, as that may be a file on the very disk that is full."""
     try:

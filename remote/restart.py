@@ -13,11 +13,11 @@ import time
 import attempt
 import children
 import records
-import resume
 import runs
 import verdicts
 
 LONGEST_WAIT_S = 60.0
+PREPARATION_LIMIT_S = 48 * 3600.0  # for checkpoints of any size over any network
 FINAL_KINDS = ("run_timeout",)  # verdicts after which nothing is attempted again
 
 
@@ -112,8 +112,8 @@ def prepare(run: runs.Run, number: int, failed_unix_s: float) -> dict:
         child = children.start([os.fsencode(word) for word in words], environment, logs, "/", signal.SIGKILL)
     except children.StartError as error:
         return {"error": str(error)}
-    wait(resume.COPY_LIMIT_S, child)
-    answer = records.read_record(resume.attempt_file(run.run_dir, number))
+    wait(PREPARATION_LIMIT_S, child)
+    answer = records.read_record(records.attempt_file(run.run_dir, number))
     return answer or {"error": "the next attempt could not be prepared: see resume.err in %s" % run.run_dir}
 
 

@@ -83,13 +83,8 @@ def main(arguments: list) -> int:
         answer = prepare(Place(run_dir, order, source_dir), order, attempt, failed_unix_s)
     except (Failed, Unreachable) as error:
         answer = {"error": str(error)}
-    records.write_record(attempt_file(run_dir, attempt), answer)
+    records.write_record(records.attempt_file(run_dir, attempt), answer)
     return 0
-
-
-def attempt_file(run_dir: str, attempt: int) -> str:
-    """Where the record of an attempt lies."""
-    return os.path.join(run_dir, "attempt-%d.json" % attempt)
 
 
 def prepare(place: Place, order: dict, attempt: int, failed_unix_s: float) -> dict:
@@ -177,7 +172,7 @@ def on_all(action, nodes) -> dict:
 def homes(place: Place) -> dict:
     """rank -> node, of the last attempt that was made at what failed."""
     numbers = [int(match.group(1)) for match in map(ATTEMPT_FILE.match, os.listdir(place.source_dir)) if match]
-    made = [records.read_record(attempt_file(place.source_dir, number)) for number in sorted(numbers, reverse=True)]
+    made = [records.read_record(records.attempt_file(place.source_dir, number)) for number in sorted(numbers, reverse=True)]
     orders = [attempt["order"] for attempt in made if "order" in attempt]
     orders.append(records.read_record(os.path.join(place.source_dir, "run.json")))
     return {rank["rank"]: rank["node"] for rank in orders[0]["launch"]["ranks"]}
