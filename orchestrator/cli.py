@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from datetime import datetime
 from functools import partial
@@ -19,6 +19,7 @@ import click
 
 from orchestrator import __version__, engine
 from orchestrator.actions.attend import Outcome
+from orchestrator.actions.claim import Terms
 from orchestrator.actions.inventory_file import load_inventory
 from orchestrator.actions.lockfile import read_lock, write_lock
 from orchestrator.actions.provision import Provisioned
@@ -27,6 +28,7 @@ from orchestrator.actions.verify import Verified
 from orchestrator.console import Console
 from orchestrator.errors import ClusterTrainError, Interrupted, InventoryError
 from orchestrator.planning.launch import LaunchPlan
+from orchestrator.planning.occupancy import Remains
 from orchestrator.planning.script import by_hand, mpirun_line, placement_table
 from orchestrator.planning.tables import table
 from orchestrator.planning.verdict import Verdict
@@ -96,6 +98,9 @@ def cli() -> None:
     metavar="ID",
     help="Go on from the newest complete checkpoint of an earlier run on these nodes, or of the `newest`.",
 )
+@click.option("--wait", is_flag=True, help="Wait while other runs are on the nodes, in the order of asking.")
+@click.option("--share", is_flag=True, help="Start whoever else is on the nodes.")
+@click.option("--clean", is_flag=True, help="End what crashed runs of yours left on the nodes, without asking.")
 @locked_option
 @log_dir_option
 @json_option
@@ -106,6 +111,9 @@ def up(
     dry_run: bool,
     detach: bool,
     resume: str | None,
+    wait: bool,
+    share: bool,
+    clean: bool,
     locked: Path | None,
     log_dir: str | None,
     as_json: bool,
@@ -114,14 +122,22 @@ def up(
 
     A second `up` finds nothing to install and starts at once. Ctrl-C stops the run on every node; a second Ctrl-C ends it
     without waiting. Losing the connection does not stop it: `cluster-train logs -f` picks it up again.
+
+    The nodes are locked for the run, against everybody who uses cluster-train there. Where another run is on one of them, `up`
+    says whose, of what and since when, and exits with 5, unless told to --wait or to --share.
     """
     console = Console(as_json=as_json)
+    if wait and share:
+        raise click.UsageError("--wait and --share exclude each other: wait for the others, or start beside them")
     inventory = _inventory(ctx, inventory_file, console)
     lock = read_lock(locked) if locked else None
     if dry_run:
         console.emit(_dry_run_result(inventory, engine.dry_run(inventory, console.emit, locked=lock)))
         return
-    outcome = engine.up(inventory, console.emit, detach=detach, log_dir=log_dir, locked=lock, resume=resume)
+    terms = Terms(wait=wait, share=share, is_clearing_wanted=_clearing(clean=clean, as_json=as_json))
+    outcome = engine.up(
+        inventory, console.emit, detach=detach, log_dir=log_dir, locked=lock, resume=resume, terms=terms
+    )
     if outcome is not None:
         _finish(ctx, outcome, console)
 
@@ -347,6 +363,20 @@ def _inventory(ctx: click.Context, path: str, console: Console) -> Inventory:
     inventory = apply_overrides(inventory, script=script[0] if script else None, args=script[1:])
     console.hide(inventory.secrets)
     return inventory
+
+
+def _clearing(*, clean: bool, as_json: bool) -> Callable[[Sequence[Remains]], bool] | None:
+    """Whether to end what crashed runs left: yes, or as the person at the terminal says, or no."""
+    if clean:
+        return lambda remains: True
+    if as_json or not sys.stdin.isatty():
+        return None
+
+    def ask(remains: Sequence[Remains]) -> bool:
+        click.echo("\n".join(found.text() for found in remains), err=True)
+        return click.confirm("Nobody watches over these any more. End them?", err=True)
+
+    return ask
 
 
 def _changes_text(done: Provisioned) -> str:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import getpass
 import json
 import shlex
+import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -12,7 +14,8 @@ from functools import partial
 from typing import Any
 
 from orchestrator.actions import agent, launch, trust
-from orchestrator.actions.attend import Outcome, attend, outcome_of, sweep
+from orchestrator.actions.attend import Outcome, attend, outcome_of, start_only, sweep
+from orchestrator.actions.claim import Terms, claimed
 from orchestrator.actions.follow import FINAL_STATES, Follower, RunReference
 from orchestrator.actions.lockfile import LockFile
 from orchestrator.actions.probe import interpreter, probe
@@ -57,19 +60,24 @@ def up(
     log_dir: str | None,
     locked: LockFile | None = None,
     resume: str | None = None,
+    terms: Terms = Terms(),  # noqa: B008  frozen
 ) -> Outcome | None:
-    """Probe, provision, sync, launch, and follow to the end; None where the run was left to itself (`detach`).
+    """Claim the nodes, probe, provision, sync, launch, follow to the end; None where the run is left to itself (`detach`).
 
     Args:
         resume: the run from whose newest complete checkpoint to go on, or "newest".
     """
     files = collect(inventory.job)
-    with connected(inventory) as fleet:
+    run_id = launch.new_run_id(inventory.cluster)
+    python = interpreter(inventory)
+    with connected(inventory) as fleet, claimed(fleet, inventory.root, python, _owner(inventory, run_id), terms, emit) as claim:
         from_run = _run_to_resume(fleet, inventory, resume) if resume else None
         nodes, network, stack = _ready(fleet, inventory, emit, files, locked)
-        plan = _plan(fleet, inventory, nodes, network, stack.lock, stack.choice, files, launch.new_run_id(inventory.cluster))
-        plan = replace(plan, from_run=from_run)
+        plan = replace(
+            _plan(fleet, inventory, nodes, network, stack.lock, stack.choice, files, run_id), from_run=from_run
+        )
         _announce(plan, stack, nodes, emit)
+        claim.release([node.name for node in nodes if node.name not in plan.nodes])
         record = RunRecord(plan.run_id, log_dir)
         label = _label(inventory, plan, stack.lock)
         record.write(RECORD, {"run_id": plan.run_id, "started_unix_s": time.time(), **label})
@@ -77,10 +85,22 @@ def up(
         run = _reference(inventory, plan.run_id, label)
         start = partial(launch.start, fleet.head, run.root, run.python, plan, label)
         if detach:
-            start()
+            start_only(fleet, inventory.job, run, emit, start)
+            claim.release(keep=True)
             emit(Step(text=f"run {plan.run_id} goes on by itself: {_again(inventory, 'logs -f', plan.run_id)}"))
             return None
         return attend(fleet, inventory.job, run, record, emit, start)
+
+
+def _owner(inventory: Inventory, run_id: str) -> dict[str, str]:
+    """What the nodes tell others about who has them."""
+    return {
+        "run_id": run_id,
+        "root": inventory.root,
+        "cluster": inventory.cluster,
+        "script": inventory.job.script or "",
+        "origin": f"{getpass.getuser()}@{socket.gethostname()}",
+    }
 
 
 def dry_run(inventory: Inventory, emit: Emit, *, locked: LockFile | None = None) -> LaunchPlan:

@@ -7,6 +7,7 @@ import time
 
 import children
 import ending
+import locks
 import place
 import processes
 import pulse
@@ -24,6 +25,7 @@ def keep(rank: place.Rank, command: list, environment: dict, guard_pid: int) -> 
     os.setsid()  # what mpirun sends to the rank's process group is for the guard, which hands it on
     children.adopt_orphans()
     children.die_with(guard_pid, signal.SIGHUP)
+    lock = locks.Joined(rank.launch["run_id"])
     oom_before = reasons.oom_kills()
     logs = (rank.file("out"), rank.file("err"))
     began = (size_bytes(logs[1]), size_bytes(logs[0]))
@@ -35,6 +37,7 @@ def keep(rank: place.Rank, command: list, environment: dict, guard_pid: int) -> 
     end = {"exit_code": script.exit_code, "signal": script.signal, "ended_by": keeper.ended_by}
     ending.tell_end(keeper.pulse, dict(rank.who(), **end))  # at once: what failed first is what is heard of first
     left = ending.kill_tree(rank, script)
+    lock.leave()
     record = ending.exit_record(rank, script, ended_by=keeper.ended_by, left=left)
     if script.shell_code and not keeper.ended_by:
         record.update(reasons.explain(rank.run_dir, logs[1], logs[0], end, oom_before, began))

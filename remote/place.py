@@ -52,6 +52,7 @@ class Rank:
             "node": self.plan.get("node"),
             "hostname": os.uname().nodename,
             "machine": processes.machine(),
+            "boot": processes.boot(),
             "started_unix_s": self.started_unix_s,
         }
 

@@ -17,9 +17,16 @@ Stat = collections.namedtuple("Stat", "pid ppid start_ticks alive")
 
 
 def machine() -> str:
-    """What tells this machine's process numbers from another's: the boot and the pid namespace."""
-    with open("/proc/sys/kernel/random/boot_id") as stream:
-        return "%s/%s" % (stream.read().strip(), os.readlink("/proc/self/ns/pid"))
+    """What tells this machine from others, also after it was started anew: the system's own number and the host name.
+
+    Machines that were copied with their number still have names of their own.
+    """
+    return "%s/%s" % (_line("/etc/machine-id"), os.uname().nodename)
+
+
+def boot() -> str:
+    """What tells this machine's process numbers from those of its earlier lives: the boot and the pid namespace."""
+    return "%s/%s" % (_line("/proc/sys/kernel/random/boot_id"), os.readlink("/proc/self/ns/pid"))
 
 
 def identity(pid: int) -> dict:
@@ -106,14 +113,34 @@ def tagged(variables: dict) -> list:
     ]
 
 
-def end(find, ask: list, patience_s: float) -> tuple:
-    """End all that `find()` lists: SIGTERM to `ask`, then SIGKILL to whatever is listed after `patience_s`.
+def by_variable(name: str) -> dict:
+    """Identities of our living processes by the value of an environment variable that they were started with.
+
+    The caller and its ancestors are never among them.
+    """
+    found, spared, prefix = collections.defaultdict(list), _lineage(), ("%s=" % name).encode()
+    for stat in _all():
+        if stat.alive and stat.pid not in spared:
+            for variable in _environment(stat.pid):
+                if variable.startswith(prefix):
+                    found[variable[len(prefix) :].decode("utf-8", "surrogateescape")].append(_identity(stat))
+    return found
+
+
+def parent(pid: int) -> int:
+    """The process that a process was started by, or was left to; 0 where there is none."""
+    stat = _read_stat(pid)
+    return stat.ppid if stat else 0
+
+
+def end(find, ask: list, patience_s: float, signum: int = signal.SIGTERM) -> tuple:
+    """End all that `find()` lists: `signum` to `ask`, then SIGKILL to whatever is listed after `patience_s`.
 
     Returns identities: all that were found, and those left (stuck in the kernel, where no signal reaches).
     """
     found = find()
     for who in ask:
-        send(who, signal.SIGTERM)
+        send(who, signum)
     deadline = time.monotonic() + patience_s
     while find() and time.monotonic() < deadline:
         time.sleep(POLL_S)
@@ -132,6 +159,14 @@ def kill_all(find, limit_s: float = 5.0) -> tuple:
         time.sleep(POLL_S)
         left = find()
     return unique(found), left
+
+
+def _line(path):
+    try:
+        with open(path) as stream:
+            return stream.read().strip()
+    except OSError:
+        return ""
 
 
 def _identity(stat):

@@ -1,7 +1,7 @@
 """The runs in one node's directory: their status, their ranks' records, and which processes of theirs are alive here.
 
 `status.json` is written by the run's supervisor alone while that lives. A directory on a disk shared by nodes holds
-records of other machines too: process numbers are compared on the machine that wrote them only.
+records of other machines too: process numbers are compared on the machine that wrote them only, and in the same boot of it.
 """
 
 import os
@@ -26,6 +26,7 @@ class Run:
     def __init__(self, run_dir: str, status: dict) -> None:
         self.run_dir = run_dir
         self.status = status
+        self.lock = None  # the supervisor's part in the lock of this machine
 
     @property
     def is_final(self) -> bool:
@@ -34,13 +35,19 @@ class Run:
 
     @property
     def is_ours(self) -> bool:
-        """Whether its supervisor was started on this machine."""
+        """Whether its supervisor was started on this machine, maybe before a reboot."""
         return self.status["machine"] == processes.machine()
+
+    @property
+    def is_of_this_boot(self) -> bool:
+        """Whether the process numbers in its status are this machine's present ones."""
+        return self.is_ours and self.status.get("boot") == processes.boot()
 
     @property
     def is_lost(self) -> bool:
         """Whether it has not ended, and has no supervisor any more. Only its own machine can tell."""
-        return not self.is_final and self.is_ours and not processes.is_alive(self.status["supervisor"])
+        is_supervised = self.is_of_this_boot and processes.is_alive(self.status["supervisor"])
+        return not self.is_final and self.is_ours and not is_supervised
 
     @property
     def is_over(self) -> bool:
@@ -87,8 +94,8 @@ class Run:
 
     def ranks_here(self) -> list:
         """The records of the ranks that started on this machine."""
-        machine = processes.machine()
-        return [rank for rank in self.ranks() if rank.get("machine") == machine]
+        here = (processes.machine(), processes.boot())
+        return [rank for rank in self.ranks() if (rank.get("machine"), rank.get("boot")) == here]
 
     def watchers(self) -> list:
         """The identities of this machine's living rank.py processes of this run, one for each rank."""
@@ -98,14 +105,17 @@ class Run:
 
     def remains(self) -> list:
         """The identities of all processes of this run on this machine, except its supervisor."""
-        recorded = [self.status["mpirun"]] if self.status.get("mpirun") and self.is_ours else []
-        for rank in self.ranks_here():
-            recorded += [processes.identity_in(rank), rank["keeper"], rank["child"], rank["launcher"]]
-        found = [who for who in recorded if who and processes.is_alive(who)]
-        found += processes.tagged({records.RUN_VARIABLE: self.status["run_id"]})
+        found = self.living(processes.tagged({records.RUN_VARIABLE: self.status["run_id"]}))
         for who in list(found):
             found += processes.descendants(who["pid"])
         return processes.unique(found)
+
+    def living(self, tagged: list) -> list:
+        """The identities of the processes that are on record here and live, with those that were found by the run's tag."""
+        recorded = [self.status["mpirun"]] if self.status.get("mpirun") and self.is_of_this_boot else []
+        for rank in self.ranks_here():
+            recorded += [processes.identity_in(rank), rank["keeper"], rank["child"], rank["launcher"]]
+        return processes.unique([who for who in recorded if who and processes.is_alive(who)] + tagged)
 
 
 def run_directory(root: str, run_id: str) -> str:
@@ -143,7 +153,7 @@ def find_all(root: str) -> list:
 def stop(run: Run, signum: int, limit_s: float) -> bool:
     """Have the supervisor stop its run, or do it for a dead one; whether it has ended within the limit."""
     deadline = time.monotonic() + limit_s
-    if not run.is_final:
+    if not run.is_final and run.is_of_this_boot:
         processes.send(run.status["supervisor"], signum)
     while not run.is_over and time.monotonic() < deadline:
         time.sleep(0.02)

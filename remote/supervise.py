@@ -21,6 +21,7 @@ import sys
 import time
 
 import attempt
+import locks
 import processes
 import records
 import restart
@@ -148,6 +149,7 @@ def first_status(order: dict) -> dict:
         "state": "starting",
         "reason": None,
         "machine": processes.machine(),
+        "boot": processes.boot(),
         "supervisor": None,
         "mpirun": None,
         "mpirun_exit": None,
@@ -173,6 +175,7 @@ def become_supervisor(run: runs.Run, order: dict, report: int) -> int:
     try:
         detach(os.path.join(run.run_dir, "supervise.log"), report)
         run.set(supervisor=processes.identity(os.getpid()))
+        run.lock = locks.Joined(run.status["run_id"])
         supervise(run, order, report)
     except BaseException:
         run.set(state="failed", reason="its supervisor failed: see supervise.log", ended_unix_s=time.time())
@@ -210,6 +213,7 @@ def supervise(run: runs.Run, order: dict, report: int) -> None:
     while order:
         outcome = attempt.attempt(run, order, tell)
         order, outcome = restart.next_order(run, order, outcome)
+    run.lock.leave()  # whoever sees the end may start the next run
     ended_unix_s, deadline = time.time(), time.monotonic() + FULL_DISK_S
     while not run.set(ended_unix_s=ended_unix_s, **outcome.status()) and time.monotonic() < deadline:
         time.sleep(1.0)

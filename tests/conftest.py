@@ -14,6 +14,12 @@ from commands import COMMAND, COMMAND_LIMIT_S, REPOSITORY, ClusterTrain, LocalSt
 pytest_plugins = ["plugin_required"]
 
 
+@pytest.fixture(scope="session", autouse=True)
+def own_locks(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Tests are not in the way of whatever else runs on this machine."""
+    os.environ["CLUSTER_TRAIN_LOCKS"] = str(tmp_path_factory.mktemp("locks") / "locks")
+
+
 @pytest.fixture(scope="session")
 def repository() -> Path:
     """The root of the checkout."""

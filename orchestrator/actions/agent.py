@@ -52,7 +52,7 @@ def call(
     """
     argv = command(root, python, script, arguments)
     completed = run(transport, argv, stdin=stdin, idle_timeout_s=idle_timeout_s)
-    if _is_not_there(completed):
+    if is_not_there(completed):
         ship(transport, root, python)
         completed = run(transport, argv, stdin=stdin, idle_timeout_s=idle_timeout_s)
     if completed.exit_code == 1 and completed.stdout.startswith(b'{"error"'):
@@ -94,7 +94,8 @@ def ship(transport: Transport, root: str, python: str) -> None:
     check(transport, [python, "unpack.py", argv[-1]], completed)
 
 
-def _is_not_there(completed: Completed) -> bool:
+def is_not_there(completed: Completed) -> bool:
+    """Whether a command of ours failed because our scripts (or their Python) are not on the node."""
     return completed.exit_code == 127 or (completed.exit_code == 2 and "can't open file" in completed.stderr)
 
 

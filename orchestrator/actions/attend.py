@@ -48,6 +48,17 @@ def attend(fleet: Fleet, job: Job, run: RunReference, record: RunRecord, emit: E
     return outcome
 
 
+def start_only(fleet: Fleet, job: Job, run: RunReference, emit: Emit, start: Callable[[], object]) -> None:
+    """Start a run that is to be left to itself; a Ctrl-C meanwhile ends it again. Raises Interrupted after one."""
+    interrupts: list[int] = []
+    with _interrupts(lambda: interrupts.append(1)):
+        start()
+        if interrupts:
+            launch.stop(fleet.head, run.root, run.python, run.run_id, job.grace_s, now=True)
+            sweep(fleet, run.root, run.python, run.run_id, job.grace_s, emit)
+            raise Interrupted(f"run {run.run_id} was stopped")
+
+
 def outcome_of(run: RunReference, record: RunRecord, followed: Followed) -> Outcome:
     """How a run ended, as far as it was followed."""
     verdict = judge(followed.status, followed.exits.values())

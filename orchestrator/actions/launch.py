@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from orchestrator.actions import agent
@@ -42,14 +42,16 @@ def stop(head: Transport, root: str, python: str, run_id: str, grace_s: float, *
     return agent.call(head, root, python, "supervise.py", arguments, idle_timeout_s=grace_s + START_TIMEOUT_S)
 
 
-def sweep(fleet: Fleet, root: str, python: str, run_id: str, grace_s: float) -> dict[str, dict[str, Any]]:
-    """End what is left of a run on every node; per node {"killed": [...], "left": [...]}."""
+def sweep(
+    fleet: Fleet, root: str, python: str, run_id: str, grace_s: float, nodes: Iterable[str] | None = None
+) -> dict[str, dict[str, Any]]:
+    """End what is left of a run on every node (or those named); per node {"killed": [...], "left": [...]}."""
 
     def sweep_one(transport: Transport) -> dict[str, Any]:
         arguments = ["sweep", "--root", root, "--run", run_id]
         return agent.call(transport, root, python, "supervise.py", arguments, idle_timeout_s=grace_s + START_TIMEOUT_S)
 
-    return fleet.each(sweep_one)
+    return fleet.each(sweep_one, nodes)
 
 
 def system_mpi(head: Transport) -> tuple[Flavour, str]:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 from typing import TypeVar
 
-from orchestrator.errors import FleetError
+from orchestrator.errors import FleetError, UnreachableError
 from orchestrator.nodes.local import LocalTransport, is_this_machine
 from orchestrator.nodes.transport import Transport, failure_of
 from orchestrator.specs.inventory import Inventory, Node
@@ -16,11 +16,18 @@ T = TypeVar("T")
 
 
 class Fleet:
-    """Connected nodes in the inventory's order; the first is the head."""
+    """Connected nodes in the inventory's order; the first is the head.
 
-    def __init__(self, transports: Mapping[str, Transport], parallel: int) -> None:
+    `on_interrupt` is called at a Ctrl-C in `each`, while the connections still stand.
+    """
+
+    def __init__(
+        self, transports: Mapping[str, Transport], parallel: int, connect_to: Callable[[str], Transport] | None = None
+    ) -> None:
         self.transports = dict(transports)
+        self.on_interrupt: Callable[[], None] = lambda: None
         self._parallel = parallel
+        self._connect_to = connect_to
 
     @property
     def head(self) -> Transport:
@@ -33,8 +40,19 @@ class Fleet:
         try:
             return on_all({name: partial(action, self.transports[name]) for name in chosen}, self._parallel)
         except KeyboardInterrupt:
-            self.close()  # so that the threads, which wait for their nodes, come back
+            try:
+                self.on_interrupt()
+            finally:
+                self.close()  # so that the threads, which wait for their nodes, come back
             raise
+
+    def reconnect(self, node: str) -> Transport:
+        """A new connection in the place of one that broke; raises NodeError."""
+        if self._connect_to is None:
+            raise UnreachableError(f"{node}: the connection was lost", node=node)
+        self.transports[node].close()
+        self.transports[node] = self._connect_to(node)
+        return self.transports[node]
 
     def close(self) -> None:
         """Drop every connection."""
@@ -59,7 +77,9 @@ def connect(inventory: Inventory, nodes: Iterable[Node] | None = None) -> Fleet:
         for transport in made.values():
             transport.close()
         raise
-    return Fleet({node.name: made[node.name] for node in chosen}, inventory.parallel)
+    by_name = {node.name: node for node in chosen}
+    transports = {name: made[name] for name in by_name}
+    return Fleet(transports, inventory.parallel, lambda name: _transport(inventory, by_name[name]))
 
 
 def on_all(actions: Mapping[str, Callable[[], T]], parallel: int) -> dict[str, T]:
@@ -67,8 +87,12 @@ def on_all(actions: Mapping[str, Callable[[], T]], parallel: int) -> dict[str, T
     if len(actions) == 1:  # no thread, so that a single node's traceback and Ctrl-C stay simple
         futures = {name: _done(action) for name, action in actions.items()}
     else:
-        with ThreadPoolExecutor(max_workers=max(1, min(parallel, len(actions)))) as pool:
+        pool = ThreadPoolExecutor(max_workers=max(1, min(parallel, len(actions))))
+        try:
             futures = {name: pool.submit(action) for name, action in actions.items()}
+            wait(futures.values())
+        finally:  # after a Ctrl-C the threads still wait for their nodes, and whoever catches it lets go of those
+            pool.shutdown(wait=False, cancel_futures=True)
     failures = {name: failure_of(name, error) for name, future in futures.items() if (error := _exception(future))}
     if failures:
         raise FleetError("\n".join(error.message for error in failures.values()), failures)

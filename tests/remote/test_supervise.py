@@ -341,6 +341,22 @@ def test_a_directory_shared_with_another_machine_is_not_judged(node: Node) -> No
     records.write_record(str(node.run_dir("far") / "status.json"), status)
 
 
+def test_a_run_that_was_going_on_at_a_reboot_is_lost(node: Node) -> None:
+    """The same machine after another boot: its old process numbers mean nothing, nobody supervises the run, `stop` ends it."""
+    node.start_alone(node.launch("old", "", size=1))
+    status = node.until_final("old")
+    del status["ranks"]
+    me = processes.identity(os.getpid())
+    old = {**status, "state": "running", "boot": "another", "supervisor": me, "mpirun": me}
+    records.write_record(str(node.run_dir("old") / "status.json"), old)
+    rank = records.read_record(str(node.run_dir("old") / "rank-0.json"))
+    records.write_record(str(node.run_dir("old") / "rank-0.json"), {**rank, "boot": "another", "keeper": me})
+    assert node.status("old")["state"] == "lost"
+    assert node.sweep("old") == {"killed": [], "left": []}
+    code, final = node.stop("old")
+    assert (code, final["state"], final["reason"]) == (0, "failed", "its supervisor died")
+
+
 def test_a_sweep_ends_one_run_only(node: Node) -> None:
     """On any node, with or without records: what carries the run's tag is ended and named, the rest is not touched."""
     started = {

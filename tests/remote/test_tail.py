@@ -95,7 +95,7 @@ def write_record(run_dir: Path, name: str, **record: Any) -> None:
 
 def running(**changes: Any) -> dict[str, Any]:
     """A status whose supervisor lives: this process."""
-    here = {"machine": processes.machine(), "supervisor": processes.identity(os.getpid())}
+    here = {"machine": processes.machine(), "boot": processes.boot(), "supervisor": processes.identity(os.getpid())}
     return {"state": "running", **here, **changes}
 
 

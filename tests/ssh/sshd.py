@@ -41,7 +41,8 @@ if target and (
 os.execv(sys.argv[3], sys.argv[3:])
 """
 
-# SetEnv gives the node its own HOME, but sshd changes to the directory in /etc/passwd: go to that HOME as a login does.
+# SetEnv gives the node its own HOME (and its own locks, as a machine of its own has), but sshd changes to the directory in
+# /etc/passwd: go to that HOME as a login does.
 _START_AT_HOME = 'cd "$HOME" && exec "$SHELL" ${SSH_ORIGINAL_COMMAND+-c "$SSH_ORIGINAL_COMMAND"}'
 
 
@@ -255,7 +256,7 @@ def _settings(host: str, port: int, home: Path, host_key: Path) -> dict[str, str
         "KbdInteractiveAuthentication": "no",
         "PermitRootLogin": "prohibit-password",
         "PermitUserEnvironment": "no",
-        "SetEnv": f"HOME={home}",
+        "SetEnv": f"HOME={home} CLUSTER_TRAIN_LOCKS={home}/locks",
         "ForceCommand": _START_AT_HOME,
         "Subsystem": f"sftp {SFTP_SERVER}",
         "MaxStartups": "100",

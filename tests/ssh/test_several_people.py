@@ -1,0 +1,227 @@
+"""Several `up`s over the same nodes: one has them, the others are told, wait, or share; what crashed runs left is found."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from commands import COMMAND, REPOSITORY, ClusterTrain, LocalStack, Ran
+from jobs import script
+from sshd import SshdNode, SshdNodes
+
+pytestmark = pytest.mark.stack
+
+LIMIT_S = 120.0
+
+UNTIL_TOLD = """
+import os, pathlib, sys, time
+print("begun", flush=True)
+while not pathlib.Path(sys.argv[1]).exists():
+    time.sleep(0.05)
+print("told")
+"""
+
+
+TELLS_WHEN = """
+import os, time
+print("begin", os.environ["CLUSTER_TRAIN_NODE"], time.time())
+time.sleep(0.5)
+print("end", time.time())
+"""
+
+
+class Lab:
+    """Three sshd's, and inventories over some of them, each with records of its own as from several machines."""
+
+    def __init__(self, nodes: list[SshdNode], root: Path, directory: Path) -> None:
+        self.nodes, self.root, self.directory = nodes, root, directory
+        self.processes: list[subprocess.Popen[str]] = []
+
+    def inventory(self, name: str, *numbers: int, **job: Any) -> Path:
+        local = yaml.safe_load((REPOSITORY / "inventories" / "local.yml").read_text())
+        node = self.nodes[0]
+        content = {
+            "cluster": name,
+            "root": str(self.root),
+            "ssh": {"key": str(node.key), "known_hosts": str(node.known_hosts), "port": node.port},
+            "nodes": [{"name": f"node{number}", "host": self.nodes[number].host} for number in numbers],
+            "stack": local["stack"],
+            "job": {"ppn": 1, "grace_s": 3, **job},
+        }
+        path = self.directory / f"{name}.yml"
+        path.write_text(yaml.safe_dump(content))
+        return path
+
+    def start(self, *arguments: str | Path) -> subprocess.Popen[str]:
+        environment = {**os.environ, "XDG_STATE_HOME": str(self.directory / "state")}
+        output = self.directory / f"output{len(self.processes)}"
+        with output.open("w") as stream:
+            process = subprocess.Popen(
+                [COMMAND, *arguments],
+                cwd=REPOSITORY,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=stream,
+                stderr=stream,
+                text=True,
+            )
+        self.processes.append(process)
+        return process
+
+    def output(self, process: subprocess.Popen[str]) -> str:
+        return (self.directory / f"output{self.processes.index(process)}").read_text()
+
+    def until(self, process: subprocess.Popen[str], word: str) -> str:
+        """What a command has printed, once the word is in it."""
+        deadline = time.monotonic() + LIMIT_S
+        while word not in (text := self.output(process)):
+            assert time.monotonic() < deadline and process.poll() is None, text
+            time.sleep(0.05)
+        return text
+
+    def ended(self, process: subprocess.Popen[str]) -> Ran:
+        return Ran(exit_code=process.wait(LIMIT_S), stdout=self.output(process), stderr="")
+
+    def locks(self) -> list[str]:
+        return [path.name for node in self.nodes for path in (node.home / "locks").glob("*.json")]
+
+    def left(self) -> list[str]:
+        """What lives on the nodes and has to do with this root."""
+        found = [" ".join(process.argv) for node in self.nodes for process in node.processes()]
+        return [argv for argv in found if str(self.root) in argv]
+
+
+@pytest.fixture
+def lab(sshd_factory: SshdNodes, tmp_path: Path, local_stack: LocalStack) -> Iterator[Lab]:
+    made = Lab(sshd_factory(3), local_stack.borrowed(tmp_path / "root"), tmp_path)
+    yield made
+    for process in made.processes:
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+
+
+def test_the_second_is_told_who_is_there(lab: Lab, tmp_path: Path, cluster_train: ClusterTrain) -> None:
+    """Two inventories with different heads and one node in common: the second `up` names the first run and exits with 5."""
+    job, go = script(tmp_path, UNTIL_TOLD), tmp_path / "go"
+    first = lab.start("up", lab.inventory("one", 0, 1), "--", job, str(go))
+    lab.until(first, "r1] begun")
+    second = cluster_train("up", lab.inventory("two", 2, 1), "--", job, str(go))
+    assert second.exit_code == 5, second.stderr
+    assert "node1: run " in second.stderr and "(one, " in second.stderr and "there since 20" in second.stderr
+    assert "--wait" in second.stderr and "--share" in second.stderr
+    assert lab.locks() and not any("two" in name for name in lab.locks())
+    go.touch()
+    assert lab.ended(first).exit_code == 0
+    assert lab.locks() == [] and lab.left() == []
+    assert cluster_train("up", lab.inventory("two", 2, 1), "--", job, str(go)).exit_code == 0
+
+
+def test_waiting_in_the_order_of_asking(lab: Lab, tmp_path: Path) -> None:
+    """Two wait for one; they start one after the other, never both at once; a third gives up by Ctrl-C and leaves nothing."""
+    job = script(tmp_path, UNTIL_TOLD)
+    inventory = lab.inventory("one", 0, 1)
+    goes = [tmp_path / f"go{number}" for number in range(3)]
+    first = lab.start("up", inventory, "--", job, str(goes[0]))
+    lab.until(first, "r1] begun")
+    waiters = []
+    for go in goes[1:]:
+        waiters.append(lab.start("up", inventory, "--wait", "--", job, str(go)))
+        lab.until(waiters[-1], "waiting: node")
+    third = lab.start("up", inventory, "--wait", "--", job, str(goes[0]))
+    lab.until(third, "waiting: node")
+    third.send_signal(signal.SIGINT)
+    assert lab.ended(third).exit_code == 130
+    goes[0].touch()
+    assert lab.ended(first).exit_code == 0
+    lab.until(waiters[0], "r1] begun")
+    assert "begun" not in lab.output(waiters[1])
+    goes[1].touch()
+    assert lab.ended(waiters[0]).exit_code == 0
+    lab.until(waiters[1], "r1] begun")
+    goes[2].touch()
+    assert lab.ended(waiters[1]).exit_code == 0
+    assert lab.locks() == [] and lab.left() == []
+
+
+def test_many_at_the_same_moment(lab: Lab, tmp_path: Path) -> None:
+    """Overlapping node sets in every order, all waiting: each gets its turn, and no two have a node at once."""
+    job = script(tmp_path, TELLS_WHEN)
+    sets = [(0, 1), (1, 0), (1, 2), (2, 0)]
+    processes = [lab.start("up", lab.inventory(f"set{i}", *numbers), "--wait", "--", job) for i, numbers in enumerate(sets)]
+    spans: dict[str, list[tuple[float, float]]] = {}
+    for process in processes:
+        ran = lab.ended(process)
+        assert ran.exit_code == 0, ran.stdout
+        lines = [line.split() for line in ran.stdout.splitlines() if "] begin" in line or "] end" in line]
+        for rank in ("r0]", "r1]"):
+            (begin,) = [words for words in lines if words[1:3] == [rank, "begin"]]
+            (end,) = [words for words in lines if words[1:3] == [rank, "end"]]
+            spans.setdefault(begin[3], []).append((float(begin[4]), float(end[3])))
+    for times in spans.values():
+        ordered = sorted(times)
+        assert all(earlier[1] < later[0] for earlier, later in pairwise(ordered)), spans
+    assert lab.locks() == []
+
+
+def test_sharing_and_stopping_one_of_two(lab: Lab, tmp_path: Path, cluster_train: ClusterTrain) -> None:
+    """Two runs of one person on the same nodes; one is stopped, the other's output is complete."""
+    text = "import time\nfor tick in range(100):\n    print('tick', tick, flush=True)\n    time.sleep(0.1)"
+    job, inventory = script(tmp_path, text), lab.inventory("one", 0, 1)
+    first = lab.start("up", inventory, "--", job)
+    lab.until(first, "r1] tick 1")
+    second = cluster_train("up", inventory, "--share", "--detach", "--json", "--", job)
+    assert second.exit_code == 0 and any("sharing" in event.get("text", "") for event in second.events)
+    (run_id,) = {path.name.removesuffix(".json") for path in (lab.nodes[0].home / "locks").glob("*.json")} - {
+        path.name for path in (tmp_path / "state/cluster-train/runs").iterdir() if (path / "rank-0.out").exists()
+    }
+    stopped = cluster_train("stop", inventory, "--run", run_id, "--json")
+    assert stopped.exit_code == 0 and stopped.result["state"] == "stopped"
+    ran = lab.ended(first)
+    assert ran.exit_code == 0
+    for rank in range(2):
+        assert [line for line in ran.stdout.splitlines() if f"r{rank}]" in line] == [
+            f"[node{rank} r{rank}] tick {tick}" for tick in range(100)
+        ]
+    assert lab.locks() == [] and lab.left() == []
+
+
+def test_remains_of_a_crashed_run(lab: Lab, tmp_path: Path, cluster_train: ClusterTrain) -> None:
+    """All that watched over a run was killed, its script lives on: the next `up` names it and refuses; --clean ends it."""
+    job, inventory = script(tmp_path, "import time\nprint('begun', flush=True)\ntime.sleep(300)"), lab.inventory("one", 0, 1)
+    first = lab.start("up", inventory, "--", job)
+    lab.until(first, "r1] begun")
+    first.kill()
+    (run_dir,) = (lab.root / "runs").iterdir()
+    stray = left_behind(lab, run_dir)
+    refused = cluster_train("up", inventory, "--", script(tmp_path, "print('next')"))
+    assert refused.exit_code == 5, refused.stderr
+    assert run_dir.name in refused.stderr and str(stray) in refused.stderr and "--clean" in refused.stderr
+    assert any(process.pid == stray for node in lab.nodes for process in node.processes())
+    cleaned = cluster_train("up", inventory, "--clean", "--", str(tmp_path / "train.py"))
+    assert cleaned.exit_code == 0 and f"ended what run {run_dir.name} had left" in cleaned.stderr, cleaned.stderr
+    assert not any(process.pid == stray for node in lab.nodes for process in node.processes())
+    states = {run["run_id"]: run["state"] for run in cluster_train("runs", inventory, "--json").result["runs"]}
+    assert states[run_dir.name] == "failed"
+
+
+def left_behind(lab: Lab, run_dir: Path) -> int:
+    """Kill a run's supervisor, and leave a process with the run's tag on node1, as a script that got away would be."""
+    status = json.loads((run_dir / "status.json").read_text())
+    os.kill(status["supervisor"]["pid"], signal.SIGKILL)
+    command = f"CLUSTER_TRAIN_RUN_ID={run_dir.name} setsid sleep 300 >/dev/null 2>&1 </dev/null & echo $!"
+    started = subprocess.run(lab.nodes[1].ssh(command), capture_output=True, text=True, check=True, timeout=LIMIT_S)
+    deadline = time.monotonic() + LIMIT_S
+    while lab.left():
+        assert time.monotonic() < deadline, lab.left()
+        time.sleep(0.05)
+    return int(started.stdout)
