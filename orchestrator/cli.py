@@ -6,6 +6,7 @@ Exit codes: 0 ok, 1 the job failed, 2 usage or inventory, 3 a node cannot be rea
 
 from __future__ import annotations
 
+import re
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -28,6 +29,7 @@ from orchestrator.actions.verify import Verified
 from orchestrator.console import Console
 from orchestrator.errors import ClusterTrainError, Interrupted, InventoryError
 from orchestrator.planning.launch import LaunchPlan
+from orchestrator.planning.logview import LogView, parse_since
 from orchestrator.planning.occupancy import Remains
 from orchestrator.planning.script import by_hand, mpirun_line, placement_table
 from orchestrator.planning.tables import table
@@ -135,9 +137,7 @@ def up(
         console.emit(_dry_run_result(inventory, engine.dry_run(inventory, console.emit, locked=lock)))
         return
     terms = Terms(wait=wait, share=share, is_clearing_wanted=_clearing(clean=clean, as_json=as_json))
-    outcome = engine.up(
-        inventory, console.emit, detach=detach, log_dir=log_dir, locked=lock, resume=resume, terms=terms
-    )
+    outcome = engine.up(inventory, console.emit, detach=detach, log_dir=log_dir, locked=lock, resume=resume, terms=terms)
     if outcome is not None:
         _finish(ctx, outcome, console)
 
@@ -223,8 +223,12 @@ def status(ctx: click.Context, inventory_file: str, run_id: str | None, as_json:
 @cli.command()
 @inventory_argument
 @run_option
-@click.option("-f", "--follow", is_flag=True, help="Go on until the run ends.")
+@click.option("-f", "--follow", is_flag=True, help="Go on until the run ends, from where the record on this machine ends.")
 @click.option("--rank", "ranks", type=click.IntRange(min=0), multiple=True, help="Only this rank (may be repeated).")
+@click.option("--node", "nodes", metavar="NAME", multiple=True, help="Only ranks on this node (may be repeated).")
+@click.option("--grep", metavar="REGEX", help="Only lines in which this occurs; progress bars are left out.")
+@click.option("--since", metavar="TIME", help="Only what was written since: 90s, 10m, 2h ago, or an ISO time.")
+@click.option("--tail", "last_lines", metavar="N", type=click.IntRange(min=0), help="Only the last N lines of each file.")
 @log_dir_option
 @json_option
 @click.pass_context
@@ -234,14 +238,35 @@ def logs(
     run_id: str | None,
     follow: bool,
     ranks: tuple[int, ...],
+    nodes: tuple[str, ...],
+    grep: str | None,
+    since: str | None,
+    last_lines: int | None,
     log_dir: str | None,
     as_json: bool,
 ) -> None:
-    """Show the output of a run's ranks, from the beginning."""
+    """Show the output of a run's ranks, from the beginning.
+
+    With -f alone it goes on where `up` or an earlier `logs -f` on this machine left: every line is shown once. A connection
+    that breaks is made again. All choices may be combined with each other and with -f.
+
+    --since is true to the second: each node notes once a second how long the logs of its ranks are.
+    """
     console = Console(as_json=as_json)
     inventory = _inventory(ctx, inventory_file, console)
+    if unknown := set(nodes) - {node.name for node in inventory.nodes}:
+        raise click.UsageError(f"--node: the inventory has no {', '.join(sorted(unknown))}")
+    age_s, since_unix_s = _since(since)
+    view = LogView(
+        ranks=frozenset(ranks),
+        nodes=frozenset(nodes),
+        pattern=_pattern(grep),
+        age_s=age_s,
+        since_unix_s=since_unix_s,
+        last_lines=last_lines,
+    )
     try:
-        outcome = engine.logs(inventory, run_id, console.emit, follow=follow, ranks=ranks or None, log_dir=log_dir)
+        outcome = engine.logs(inventory, run_id, console.emit, follow=follow, view=view, log_dir=log_dir)
     except KeyboardInterrupt:
         raise Interrupted("no longer following; the run goes on", advice="cluster-train stop   ends it") from None
     if follow and outcome is not None:
@@ -257,7 +282,12 @@ def stop(ctx: click.Context, inventory_file: str, run_id: str | None, as_json: b
     """End a run on every node: SIGTERM to the ranks, SIGKILL after job.grace_s, then a look at what is left."""
     console = Console(as_json=as_json)
     final = engine.stop(_inventory(ctx, inventory_file, console), run_id, console.emit)
-    console.emit(Result(document=final, text=f"run {final['run_id']}: {final['state']}"))
+    unsure = [node for node, found in final["swept"].items() if found.get("left") or "unknown" in found]
+    clean = [node for node in final["swept"] if node not in unsure]
+    said = f"nothing of it is left on {', '.join(clean)}" if clean else ""
+    said += f"{'; ' if clean else ''}NOT SURE about {', '.join(unsure)}: see above" if unsure else ""
+    console.emit(Result(document=final, text=f"run {final['run_id']}: {final['state']}; {said}"))
+    ctx.exit(1 if unsure else 0)
 
 
 @cli.command()
@@ -363,6 +393,20 @@ def _inventory(ctx: click.Context, path: str, console: Console) -> Inventory:
     inventory = apply_overrides(inventory, script=script[0] if script else None, args=script[1:])
     console.hide(inventory.secrets)
     return inventory
+
+
+def _since(text: str | None) -> tuple[float | None, float | None]:
+    try:
+        return parse_since(text) if text else (None, None)
+    except ValueError:
+        raise click.UsageError(f"--since {text}: say 90s, 10m, 2h, 1d, or a time such as 2026-11-30T18:00") from None
+
+
+def _pattern(text: str | None) -> re.Pattern[str] | None:
+    try:
+        return re.compile(text) if text else None
+    except re.error as error:
+        raise click.UsageError(f"--grep {text}: no regular expression: {error}") from None
 
 
 def _clearing(*, clean: bool, as_json: bool) -> Callable[[Sequence[Remains]], bool] | None:

@@ -33,6 +33,7 @@ from orchestrator.planning.checks import findings
 from orchestrator.planning.compat import StackChoice
 from orchestrator.planning.inventory_text import parse_inventory
 from orchestrator.planning.launch import LaunchPlan, LaunchRequest, plan_launch
+from orchestrator.planning.logview import LogView
 from orchestrator.planning.network import NetworkChoice, network_of
 from orchestrator.planning.preflight import Finding
 from orchestrator.planning.verdict import judge
@@ -73,9 +74,7 @@ def up(
     with connected(inventory) as fleet, claimed(fleet, inventory.root, python, _owner(inventory, run_id), terms, emit) as claim:
         from_run = _run_to_resume(fleet, inventory, resume) if resume else None
         nodes, network, stack = _ready(fleet, inventory, emit, files, locked)
-        plan = replace(
-            _plan(fleet, inventory, nodes, network, stack.lock, stack.choice, files, run_id), from_run=from_run
-        )
+        plan = replace(_plan(fleet, inventory, nodes, network, stack.lock, stack.choice, files, run_id), from_run=from_run)
         _announce(plan, stack, nodes, emit)
         claim.release([node.name for node in nodes if node.name not in plan.nodes])
         record = RunRecord(plan.run_id, log_dir)
@@ -163,21 +162,20 @@ def _repair(fleet: Fleet, inventory: Inventory, emit: Emit, locked: LockFile | N
 
 
 def logs(
-    inventory: Inventory,
-    run_id: str | None,
-    emit: Emit,
-    *,
-    follow: bool,
-    ranks: Sequence[int] | None,
-    log_dir: str | None,
+    inventory: Inventory, run_id: str | None, emit: Emit, *, follow: bool, view: LogView, log_dir: str | None
 ) -> Outcome | None:
-    """Show a run's output from its beginning, with `follow` until it ends; the outcome if it has ended."""
+    """Show a run's output, with `follow` until it ends; the outcome if it has ended.
+
+    Following, it begins behind the last line that the record here holds: what `up` or an earlier `logs -f` showed.
+    """
     with connected(inventory) as fleet:
         status = _one_status(fleet, inventory, run_id)
         run = _reference(inventory, status["run_id"], status["label"], fleet)
         record = _record_of(status, log_dir)
-        follower = Follower(fleet, run, record, emit, wanted=ranks)
-        follower.start(live=follow)
+        follower = Follower(fleet, run, record, emit, view=view)
+        if known_bytes := follower.start(live=follow, go_on=follow and view.is_everything):
+            everything = _again(inventory, "logs", run.run_id)
+            emit(Notice(text=f"going on behind the {known_bytes} bytes that were shown here before; all of it: {everything}"))
         followed = follower.follow()
         return outcome_of(run, record, followed) if followed.status.get("state") in FINAL_STATES else None
 
@@ -302,8 +300,8 @@ def stop(inventory: Inventory, run_id: str | None, emit: Emit) -> dict[str, Any]
         else:
             emit(Step(text=f"stopping {found['run_id']}: the ranks have {inventory.job.grace_s:g} s to end by themselves"))
             final = launch.stop(fleet.head, inventory.root, interpreter(inventory), found["run_id"], inventory.job.grace_s)
-        sweep(fleet, inventory.root, interpreter(inventory), found["run_id"], inventory.job.grace_s, emit)
-        return final
+        nodes = sweep(fleet, inventory.root, interpreter(inventory), found["run_id"], inventory.job.grace_s, emit)
+        return {**final, "swept": nodes}
 
 
 def _ready(

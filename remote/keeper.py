@@ -8,6 +8,7 @@ import time
 import children
 import ending
 import locks
+import marks
 import place
 import processes
 import pulse
@@ -37,6 +38,7 @@ def keep(rank: place.Rank, command: list, environment: dict, guard_pid: int) -> 
     end = {"exit_code": script.exit_code, "signal": script.signal, "ended_by": keeper.ended_by}
     ending.tell_end(keeper.pulse, dict(rank.who(), **end))  # at once: what failed first is what is heard of first
     left = ending.kill_tree(rank, script)
+    keeper.marks.note()
     lock.leave()
     record = ending.exit_record(rank, script, ended_by=keeper.ended_by, left=left)
     if script.shell_code and not keeper.ended_by:
@@ -57,6 +59,7 @@ class Keeper:
     def __init__(self, rank: place.Rank, script: children.Child, guard_pid: int, environment: dict) -> None:
         self.ended_by = None
         self.pulse = ending.connect(rank)
+        self.marks = marks.Marks(rank.run_dir, rank.number)
         self._rank = rank
         self._script = script
         self._guard_pid = guard_pid
@@ -120,6 +123,7 @@ class Keeper:
                 self._dump = stacks.Dump(python, self._script.pid, path, self._environment)
 
     def _tick(self) -> None:
+        self.marks.note()
         logs = (self._rank.file("out"), self._rank.file("err"))
         used_s = processes.cpu_seconds(self._script.pid) + self._script.cpu_s
         self._hear(self.pulse.tick({"cpu_s": round(used_s, 2), "log_bytes": sum(map(size_bytes, logs))}))

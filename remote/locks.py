@@ -331,6 +331,25 @@ def look(root: str) -> dict:
     return {"living": living, "states": {run.status["run_id"]: run.status["state"] for run in found if run.status["state"]}}
 
 
+def beginning(root: str) -> list:
+    """Our own runs that wait for this machine, or are being provisioned: as statuses, the newest first."""
+    if not os.path.isdir(path()):
+        return []
+    try:
+        with Directory(is_to_be_made=False) as directory:
+            own = [lock for lock in directory.others("") if lock["is_own"] and lock.get("root") == root]
+    except runs.Problem:
+        return []
+    found = []
+    for lock in own:
+        if not os.path.isdir(runs.run_directory(root, lock["run_id"])):
+            state = "waiting" if lock["state"] == "waiting" else "provisioning"
+            label = {"cluster": lock.get("cluster"), "script": lock.get("script"), "ranks": {}}
+            times = {"started_unix_s": lock["asked_unix_s"], "ended_unix_s": None}
+            found.append(dict(times, run_id=lock["run_id"], state=state, label=label, ranks=[]))
+    return found[::-1]
+
+
 def cancel() -> list:
     """End what else was started over the connection that started us: its commands are the children of one process.
 

@@ -8,7 +8,8 @@
 Without --follow it tells what is there and ends. With it, it ends when its ranks have ended (with --head: when the run
 has; with --until-drained: not by itself, for there may be another attempt) and everything was told; at a line `drain`
 on stdin it tells what is there and ends; at stdin's end, whoever listened has gone, and it ends at once. To go on after a
-broken connection, give the offsets that were reached.
+broken connection, give the offsets that were reached. --since-unix-s, --age-s, --lines and --last-bytes say where to begin in
+files of which no offset is given; it is always a line's beginning.
 """
 
 import argparse
@@ -16,7 +17,9 @@ import json
 import os
 import select
 import sys
+import time
 
+import marks
 import records
 import runs
 
@@ -36,6 +39,12 @@ class Log:
         self.offset = offset
         self.descriptor = None
 
+    def begin(self, start: "Start") -> None:
+        """Go to where `start` says, or back to the beginning of the line there."""
+        size = self.size_bytes()
+        if size:
+            self.offset = line_start(self.descriptor, min(size, start.offset(self, size)))
+
     def size_bytes(self) -> int:
         """How much there is by now."""
         if self.descriptor is None:
@@ -54,6 +63,60 @@ class Log:
         chunk = {"file": self.name, "offset": self.offset, "data": data.decode("latin-1")}
         self.offset += len(data)
         return chunk
+
+
+class Start:
+    """Where in a log to begin: at the last so many lines, or bytes, or at what was written after a time."""
+
+    def __init__(self, run_dir: str, options: argparse.Namespace) -> None:
+        self.run_dir = run_dir
+        self.lines = options.lines
+        self.last_bytes = options.last_bytes
+        self.since_unix_s = options.since_unix_s
+        if options.age_s is not None:
+            self.since_unix_s = time.time() - options.age_s
+
+    def offset(self, log: Log, size: int) -> int:
+        """The first byte that is wanted; of several bounds the narrowest holds."""
+        bounds = [0]
+        if self.last_bytes is not None:
+            bounds.append(size - self.last_bytes)
+        if self.lines is not None:
+            bounds.append(last_lines(log.descriptor, size, self.lines))
+        if self.since_unix_s is not None:
+            bounds.append(self.at_time(log, size))
+        return max(bounds)
+
+    def at_time(self, log: Log, size: int) -> int:
+        """Ranks mark the sizes of their logs; of mpirun's own output only the last change is known."""
+        stem, stream = log.name.rsplit(".", 1)
+        if stem.startswith("rank-"):
+            return marks.offset_at(self.run_dir, int(stem[len("rank-") :]), stream, self.since_unix_s)
+        return size if os.fstat(log.descriptor).st_mtime < self.since_unix_s else 0
+
+
+def line_start(descriptor: int, offset: int) -> int:
+    """The beginning of the line that `offset` lies in."""
+    while offset > 0:
+        step = min(CHUNK_BYTES, offset)
+        data = os.pread(descriptor, step, offset - step)
+        found = data.rfind(b"\n")
+        if found >= 0:
+            return offset - step + found + 1
+        offset -= step
+    return 0
+
+
+def last_lines(descriptor: int, size: int, count: int) -> int:
+    """Where the last `count` lines begin; one without an end counts too."""
+    offset = size
+    if size and os.pread(descriptor, 1, size - 1) == b"\n":
+        offset -= 1
+    for number in range(count):
+        if number and offset:
+            offset -= 1
+        offset = line_start(descriptor, offset)
+    return offset if count else size
 
 
 class Tail:
@@ -127,6 +190,10 @@ def main() -> int:
     """Tell what is there, and with --follow what comes."""
     options = parse(sys.argv[1:])
     tail = Tail(options.run_dir, options.ranks, options.offsets, options.head, options.until_drained)
+    start = Start(options.run_dir, options)
+    for log in tail.logs:
+        if log.name not in options.offsets:
+            log.begin(start)
     try:
         if options.follow:
             follow(tail)
@@ -146,6 +213,10 @@ def parse(arguments: list) -> argparse.Namespace:
     parser.add_argument("--follow", action="store_true")
     parser.add_argument("--head", action="store_true", help="tell the run's status and mpirun's own output too")
     parser.add_argument("--until-drained", action="store_true", help="do not end when the ranks have")
+    parser.add_argument("--since-unix-s", type=float, help="begin at what was written after this time")
+    parser.add_argument("--age-s", type=float, help="the same, so long before now by this node's clock")
+    parser.add_argument("--lines", type=int, help="begin at the last so many lines of each file")
+    parser.add_argument("--last-bytes", type=int, help="begin at the last so many bytes of each file")
     return parser.parse_args(arguments)
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +17,13 @@ from orchestrator.actions.follow import Followed, Follower, RunReference
 from orchestrator.actions.record import RunRecord
 from orchestrator.errors import ClusterTrainError, Interrupted
 from orchestrator.nodes.fleet import Fleet
+from orchestrator.nodes.transport import Transport
 from orchestrator.planning.verdict import SHOWN_LINES, Verdict, judge
 from orchestrator.specs.events import Emit, Notice, Step
 from orchestrator.specs.inventory import Job
+
+STOP_LIMIT_S = 60.0  # for the head to be reached at all
+NOW_LIMIT_S = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +41,7 @@ def attend(fleet: Fleet, job: Job, run: RunReference, record: RunRecord, emit: E
 
     Raises:
         Interrupted: after a Ctrl-C, once the run is over on every node.
-        UnreachableError: the connection broke; the run goes on.
+        UnreachableError: a connection broke and could not be made again; the run goes on.
     """
     follower = Follower(fleet, run, record, emit)
     with _interrupts(follower.interrupt):
@@ -66,35 +70,95 @@ def outcome_of(run: RunReference, record: RunRecord, followed: Followed) -> Outc
     return Outcome(run_id=run.run_id, verdict=verdict, record=record.path, tail=tail)
 
 
-def sweep(fleet: Fleet, root: str, python: str, run_id: str, grace_s: float, emit: Emit) -> None:
-    """End what is left of the run on every node, and name it."""
-    for node, found in launch.sweep(fleet, root, python, run_id, grace_s).items():
+def sweep(
+    fleet: Fleet, root: str, python: str, run_id: str, grace_s: float, emit: Emit, *, gone: Mapping[str, str] | None = None
+) -> dict[str, dict[str, Any]]:
+    """End what is left of the run on every node, list again, and name what was ended and what is left.
+
+    Args:
+        gone: nodes that are not asked, and why.
+
+    Returns: per node {"killed": [...], "left": [...]}, or {"unknown": why it could not be asked}.
+    """
+    answers: dict[str, dict[str, Any]] = {node: {"unknown": why} for node, why in (gone or {}).items()}
+
+    def sweep_one(transport: Transport) -> dict[str, Any]:
+        try:
+            return launch.sweep(transport, root, python, run_id, grace_s)
+        except ClusterTrainError as error:
+            return {"unknown": error.message}
+
+    answers |= fleet.each(sweep_one, [node for node in fleet.transports if node not in answers])
+    for node, found in answers.items():
+        if "unknown" in found:
+            emit(Notice(text=f"{node}: could not be asked what is left of run {run_id} ({found['unknown']})"))
+            continue
         for what, text in (("killed", "was left running and has been ended"), ("left", "COULD NOT BE ENDED")):
             for process in found[what]:
-                emit(Notice(text=f"{node}: process {process['pid']} of run {run_id} {text}"))
+                command = f" ({process['command'][:100]})" if process.get("command") else ""
+                emit(Notice(text=f"{node}: process {process['pid']} of run {run_id}{command} {text}"))
+    return answers
 
 
 def _follow_to_the_end(fleet: Fleet, job: Job, run: RunReference, follower: Follower, record: RunRecord, emit: Emit) -> Outcome:
-    stop = partial(launch.stop, fleet.head, run.root, run.python, run.run_id, job.grace_s)
-    stoppers: list[threading.Thread] = []
+    stopper = _Stopper(fleet, run, job.grace_s)
 
     def on_interrupt(count: int) -> bool:
         wait = f"the ranks have {job.grace_s:g} s to end by themselves; Ctrl-C again ends them at once"
         emit(Notice(text=f"stopping: {wait}" if count == 1 else "ending them at once"))
-        stoppers.append(threading.Thread(target=_quietly, args=(partial(stop, now=count > 1),), daemon=True))
-        stoppers[-1].start()
+        stopper.ask(now=count > 1)
         return count == 1
 
     follower.start()
     followed = follower.follow(on_interrupt)
-    if stoppers:
-        stoppers[-1].join(job.grace_s + launch.START_TIMEOUT_S)
-        sweep(fleet, run.root, run.python, run.run_id, job.grace_s, emit)
+    if stopper.was_asked:
+        stopper.see_through()
+        sweep(fleet, run.root, run.python, run.run_id, job.grace_s, emit, gone=followed.unheard)
         raise Interrupted(f"run {run.run_id} was stopped", advice=f"its record: {record.path}")
     outcome = outcome_of(run, record, followed)
     if outcome.verdict.state != "succeeded":
-        sweep(fleet, run.root, run.python, run.run_id, job.grace_s, emit)
+        sweep(fleet, run.root, run.python, run.run_id, job.grace_s, emit, gone=followed.unheard)
     return outcome
+
+
+class _Stopper:
+    """Asks the head to stop a run, in threads, through broken connections: the follower makes them again."""
+
+    def __init__(self, fleet: Fleet, run: RunReference, grace_s: float) -> None:
+        self._fleet, self._run, self._grace_s = fleet, run, grace_s
+        self._threads: list[threading.Thread] = []
+        self._failures: list[str] = []
+
+    @property
+    def was_asked(self) -> bool:
+        """Whether anybody wanted the run to stop."""
+        return bool(self._threads)
+
+    def ask(self, *, now: bool) -> None:
+        """Have the run stopped, with `now` without the ranks' grace."""
+        self._failures.clear()
+        self._threads.append(threading.Thread(target=self._stop, args=(now,), daemon=True))
+        self._threads[-1].start()
+
+    def see_through(self) -> None:
+        """Wait until it has stopped. Raises Interrupted where the head could not be asked: the run may go on."""
+        self._threads[-1].join(self._grace_s + launch.START_TIMEOUT_S)
+        if self._threads[-1].is_alive() or self._failures:
+            why = self._failures[-1] if self._failures else f"{self._fleet.head.node} does not answer"
+            again = self._run.again.replace("logs -f", "stop", 1)
+            raise Interrupted(f"run {self._run.run_id} could NOT be stopped and may go on: {why}", advice=again)
+
+    def _stop(self, now: bool) -> None:
+        run, deadline = self._run, time.monotonic() + (NOW_LIMIT_S if now else STOP_LIMIT_S)
+        while True:
+            try:
+                launch.stop(self._fleet.head, run.root, run.python, run.run_id, self._grace_s, now=now)
+                return
+            except ClusterTrainError as error:
+                if time.monotonic() > deadline:
+                    self._failures.append(error.message)
+                    return
+            time.sleep(1.0)
 
 
 @contextmanager
@@ -105,14 +169,6 @@ def _interrupts(action: Callable[[], None]) -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
-
-
-def _quietly(action: Callable[[], Any]) -> None:
-    """Run an action in a thread; what it could not do is found by the sweep that follows."""
-    try:
-        action()
-    except ClusterTrainError:
-        pass
 
 
 def _last_lines(record: RunRecord, rank: int) -> tuple[str, ...]:

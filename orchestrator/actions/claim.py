@@ -230,7 +230,7 @@ class Claim:
         nodes = [found.node for found in remains if found.run_id == run_id]
         if state == "lost":  # which also writes down that it is over
             launch.stop(self._fleet.head, self._root, self._python, run_id, 5.0)
-        answers = launch.sweep(self._fleet, self._root, self._python, run_id, 5.0, nodes)
+        answers = self._fleet.each(lambda node: launch.sweep(node, self._root, self._python, run_id, 5.0), nodes)
         for node, found in answers.items():
             for process in found["left"]:
                 self._emit(Notice(text=f"{node}: process {process['pid']} of run {run_id} COULD NOT BE ENDED"))

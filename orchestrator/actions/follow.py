@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-import json
 import queue
-import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from orchestrator.actions import agent
 from orchestrator.actions.record import RunRecord
+from orchestrator.actions.tailing import Back, End, Lost, NodeTail
 from orchestrator.errors import UnreachableError
 from orchestrator.nodes.fleet import Fleet
-from orchestrator.nodes.transport import Channel
-from orchestrator.planning.loglines import LineSplitter
+from orchestrator.planning.loglines import LineSplitter, Piece
+from orchestrator.planning.logview import LogView
 from orchestrator.specs.events import Emit, LogText, Notice
 
-READ_TIMEOUT_S = 5.0
 INTERRUPT = object()
 FINAL_STATES = frozenset({"succeeded", "failed", "stopped", "lost"})
+TICK_S = 0.5
+# Once the run is over: how long a node may say nothing before it is given up, and one that the head has lost too.
+SILENT_LIMIT_S = 30.0
+LOST_LIMIT_S = 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,78 +44,89 @@ class RunReference:
 
 @dataclass(slots=True)
 class Followed:
-    """What was learnt: the head's last status, and by log the last exit record of every rank that left one."""
+    """What was learnt: the head's last status, and by log the last exit record of every rank that left one.
+
+    `unheard` are nodes that did not tell all, and why.
+    """
 
     status: dict[str, Any]
     exits: dict[int, dict[str, Any]]
+    unheard: dict[str, str] = field(default_factory=dict)
 
 
 class Follower:
-    """Follows one run; `follow` may be called again after an interruption and goes on where it was."""
+    """Follows one run.
 
-    def __init__(
-        self, fleet: Fleet, run: RunReference, record: RunRecord, emit: Emit, *, wanted: Sequence[int] | None = None
-    ) -> None:
+    Args:
+        record: takes all that is followed, and says from where to go on, unless `view` leaves something out.
+        view: what is shown.
+    """
+
+    def __init__(self, fleet: Fleet, run: RunReference, record: RunRecord, emit: Emit, *, view: LogView = LogView()) -> None:  # noqa: B008  frozen
+        self._fleet = fleet
         self._run = run
         self._record = record
         self._emit = emit
-        self._wanted = None if wanted is None else frozenset(wanted)
+        self._view = view
         # A SimpleQueue may be put to from a signal handler, also while the same thread is taking from it.
         self._queue: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
         self._splitters: dict[tuple[str, str], LineSplitter] = {}
         self._known: dict[str, int] = {}
-        self._open: dict[str, Channel] = {}
-        self._fleet = fleet
+        self._tails: dict[str, NodeTail] = {}
+        self._lost: set[str] = set()
+        self._over_s: float | None = None
         self._numbers: dict[int, int] = {}  # a rank's log -> its number, which changes when a node is left out
         self._told_notices = 0
         self.result = Followed(status={}, exits={})
 
-    def start(self, *, live: bool = True) -> None:
-        """Begin to tail on every node that has ranks; with `live` until the run ends, else what is there now."""
+    def start(self, *, live: bool = True, go_on: bool = False) -> int:
+        """Begin to tail on every node that has ranks; with `live` until the run ends, else what is there now.
+
+        With `go_on` it begins behind the last line that the record holds; how many bytes that leaves out.
+
+        Raises NodeError where a node cannot be asked.
+        """
+        if go_on:
+            self._known = self._record.line_ends()
         head = next(iter(self._run.ranks))
         for node, ranks in self._run.ranks.items():
-            arguments = ["--run-dir", self._run.run_dir, "--ranks", ",".join(map(str, ranks))]
+            wanted = [rank for rank in ranks if self._view.has(node, rank)]
+            if not wanted and node != head:
+                continue
+            arguments = ["--run-dir", self._run.run_dir, "--ranks", ",".join(map(str, wanted)), *self._view.start_arguments()]
             arguments += ["--follow"] if live else []
             arguments += ["--head" if node == head else "--until-drained"]
-            argv = agent.command(self._run.root, self._run.python, "tail.py", arguments)
-            channel = self._fleet.transports[node].open(argv)
-            self._open[node] = channel
-            threading.Thread(target=self._pump, args=(node, channel), daemon=True).start()
+            place = (self._run.root, self._run.python)
+            self._tails[node] = NodeTail(self._fleet, node, place, arguments, self._known, self._put, is_live=live)
+            self._tails[node].start()
+        return sum(self._known.values())
 
     def interrupt(self) -> None:
         """Let `follow` know of a Ctrl-C; may be called from a signal handler."""
         self._queue.put(("", INTERRUPT))
 
     def follow(self, on_interrupt: Callable[[int], bool] = lambda count: False) -> Followed:
-        """Work until every node has told all.
+        """Work until every node has told all. A connection that breaks is made again.
 
         Args:
             on_interrupt: called with 1, 2, … for every `interrupt`; whether to go on following.
 
         Raises:
-            UnreachableError: the connection to the head broke; the run goes on.
+            UnreachableError: a connection could not be made again; the run goes on.
         """
         interrupts = 0
-        head = next(iter(self._run.ranks))
-        while self._open:
-            node, item = self._queue.get()
+        while self._tails:
+            try:
+                node, item = self._queue.get(timeout=TICK_S)
+            except queue.Empty:
+                self._give_up_the_silent()
+                continue
             if item is INTERRUPT:
                 interrupts += 1
                 if not on_interrupt(interrupts):
                     self.close()
-            elif item is None:
-                self._open.pop(node).close()
-            elif isinstance(item, Exception) and node != head:
-                self._open.pop(node).close()
-                text = f"{node}: the connection was lost while following ({str(item) or type(item).__name__})"
-                self._emit(Notice(text=f"{text}; what its ranks write from now on is not shown"))
-            elif isinstance(item, Exception):
-                self.close()
-                raise UnreachableError(
-                    f"{node}: the connection was lost while following; the run goes on ({str(item) or type(item).__name__})",
-                    node=node,
-                    advice=self._run.again,
-                ) from item
+            elif isinstance(item, (Lost, Back, End)):
+                self._connection(node, item)
             else:
                 self._take(node, item)
         for (node, name), splitter in self._splitters.items():
@@ -122,28 +135,45 @@ class Follower:
 
     def close(self) -> None:
         """Give the tails up; the run is not touched."""
-        for channel in self._open.values():
-            channel.close()
-        self._open.clear()
+        while self._tails:
+            self._tails.popitem()[1].close()
 
-    def _pump(self, node: str, channel: Channel) -> None:
-        """One node's thread: every JSON line it sends goes to the queue, then None, or the error that ended it."""
-        rest = b""
-        try:
-            while True:
-                try:
-                    data = channel.read(READ_TIMEOUT_S)
-                except TimeoutError:
-                    continue  # a quiet job; a dead link makes `read` fail through keep-alive
-                if not data:
-                    break
-                *whole, rest = (rest + data).split(b"\n")
-                for line in whole:
-                    self._queue.put((node, json.loads(line)))
-            code = channel.wait(READ_TIMEOUT_S)
-            self._queue.put((node, None if code == 0 else RuntimeError(channel.stderr().strip() or f"exit code {code}")))
-        except (OSError, EOFError, ValueError, TimeoutError) as error:
-            self._queue.put((node, error))
+    def _put(self, node: str, item: object) -> None:
+        self._queue.put((node, item))
+
+    def _connection(self, node: str, item: Lost | Back | End) -> None:
+        """What became of a node's connection."""
+        if isinstance(item, Lost):
+            self._lost.add(node)
+            self._emit(Notice(text=f"{node}: the connection was lost ({item.why}); the run goes on, connecting again"))
+        elif isinstance(item, Back):
+            self._lost.discard(node)
+            self._emit(Notice(text=f"{node}: connected again after {item.after_s:.0f} s, going on where it was"))
+        elif node in self._tails:
+            self._tails.pop(node).close()
+            if item.why and self._over_s is None:
+                self.close()
+                raise UnreachableError(
+                    f"{node}: the connection was lost while following; the run goes on ({item.why})",
+                    node=node,
+                    advice=self._run.again,
+                )
+            if item.why:
+                self.result.unheard[node] = item.why
+
+    def _give_up_the_silent(self) -> None:
+        """When the run is over, a node that is gone is not waited for."""
+        if self._over_s is None:
+            return
+        now = time.monotonic()
+        states = self.result.status.get("nodes") or {}
+        for node, tail in list(self._tails.items()):
+            is_gone = node in self._lost or states.get(node) == "quiet"
+            silent_s = now - max(tail.heard_s, self._over_s)
+            if silent_s > (LOST_LIMIT_S if is_gone else SILENT_LIMIT_S):
+                self._tails.pop(node).close()
+                self.result.unheard[node] = f"it said nothing for {silent_s:.0f} s"
+                self._emit(Notice(text=f"{node}: no answer since the run is over: its last lines may be missing"))
 
     def _take(self, node: str, item: Mapping[str, Any]) -> None:
         if "data" in item:
@@ -161,33 +191,29 @@ class Follower:
             for text in notices[self._told_notices :]:
                 self._emit(Notice(text=text))
             self._told_notices = len(notices)
-            if item["status"]["state"] in FINAL_STATES:
-                self._drain()
-
-    def _drain(self) -> None:
-        """The head says that the run is over: the other nodes send what is there and end, however their ranks died."""
-        for channel in self._open.values():
-            try:
-                channel.write(b"drain\n")
-            except (OSError, ValueError, TimeoutError):
-                pass  # it has ended already, or its thread will say why not
+            if item["status"]["state"] in FINAL_STATES and self._over_s is None:
+                self._over_s = time.monotonic()
+                for tail in self._tails.values():  # they send what is there and end, however their ranks died
+                    tail.drain()
 
     def _log(self, node: str, name: str, offset: int, data: bytes) -> None:
         known = self._known.get(name, 0)
         if offset + len(data) <= known:
             return
         self._known[name] = offset + len(data)
-        self._record.append(name, offset, data)
+        if self._view.is_everything:
+            self._record.append(name, offset, data)
         splitter = self._splitters.setdefault((node, name), LineSplitter())
         self._show(node, name, splitter.feed(data[max(0, known - offset) :]))
 
-    def _show(self, node: str, name: str, pieces: Sequence[Any]) -> None:
+    def _show(self, node: str, name: str, pieces: Sequence[Piece]) -> None:
         rank, stream = _parsed(name)
-        if self._wanted is not None and rank not in self._wanted:
+        if not self._view.has(node, rank):
             return
         for piece in pieces:
-            number = None if rank is None else self._numbers.get(rank, rank)
-            self._emit(LogText(node=node, rank=number, stream=stream, text=piece.text, transient=piece.transient))
+            if self._view.matches(piece):
+                number = None if rank is None else self._numbers.get(rank, rank)
+                self._emit(LogText(node=node, rank=number, stream=stream, text=piece.text, transient=piece.transient))
 
 
 def _parsed(name: str) -> tuple[int | None, str]:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 import secrets
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from orchestrator.actions import agent
 from orchestrator.errors import PreflightError
-from orchestrator.nodes.fleet import Fleet
 from orchestrator.nodes.transport import Transport, run
 from orchestrator.planning.launch import LaunchPlan
 from orchestrator.planning.mpirun import Flavour
@@ -42,16 +41,10 @@ def stop(head: Transport, root: str, python: str, run_id: str, grace_s: float, *
     return agent.call(head, root, python, "supervise.py", arguments, idle_timeout_s=grace_s + START_TIMEOUT_S)
 
 
-def sweep(
-    fleet: Fleet, root: str, python: str, run_id: str, grace_s: float, nodes: Iterable[str] | None = None
-) -> dict[str, dict[str, Any]]:
-    """End what is left of a run on every node (or those named); per node {"killed": [...], "left": [...]}."""
-
-    def sweep_one(transport: Transport) -> dict[str, Any]:
-        arguments = ["sweep", "--root", root, "--run", run_id]
-        return agent.call(transport, root, python, "supervise.py", arguments, idle_timeout_s=grace_s + START_TIMEOUT_S)
-
-    return fleet.each(sweep_one, nodes)
+def sweep(transport: Transport, root: str, python: str, run_id: str, grace_s: float) -> dict[str, Any]:
+    """End what is left of a run on a node, and list again: {"killed": [...], "left": [...]}."""
+    arguments = ["sweep", "--root", root, "--run", run_id]
+    return agent.call(transport, root, python, "supervise.py", arguments, idle_timeout_s=grace_s + START_TIMEOUT_S)
 
 
 def system_mpi(head: Transport) -> tuple[Flavour, str]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 RECORD = "record.json"
+LONGEST_LINE_BYTES = 1 << 20
 
 
 def runs_dir(log_dir: str | None = None) -> Path:
@@ -32,6 +33,18 @@ class RunRecord:
             os.pwrite(descriptor, data, offset)
         finally:
             os.close(descriptor)
+
+    def line_ends(self) -> dict[str, int]:
+        """By log file, how far it is here in whole lines: what ends there was shown, half a line is shown with its end."""
+        found: dict[str, int] = {}
+        for path in (*self.path.glob("rank-*.out"), *self.path.glob("rank-*.err"), *self.path.glob("mpirun.*")):
+            with path.open("rb") as log:
+                before = max(0, path.stat().st_size - LONGEST_LINE_BYTES)
+                log.seek(before)
+                data = log.read()
+            end = max(data.rfind(b"\n"), data.rfind(b"\r", 0, -1)) + 1
+            found[path.name] = before + (end or (len(data) if before else 0))
+        return found
 
     def write(self, name: str, document: Mapping[str, Any]) -> None:
         """Replace a JSON file as a whole."""

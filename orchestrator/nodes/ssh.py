@@ -25,6 +25,7 @@ from orchestrator.nodes.transport import CHUNK_BYTES
 from orchestrator.specs.inventory import Login, SshOptions
 
 KEEPALIVE_S = 15
+UNACKNOWLEDGED_LIMIT_S = 30  # after which the kernel calls a link dead whose far end says nothing to our keep-alives
 CHANNEL_TIMEOUT_S = 20
 # Paramiko logs tracebacks of what it raises as well; whoever wants them adds a handler.
 logging.getLogger("paramiko").addHandler(logging.NullHandler())
@@ -46,6 +47,9 @@ class SshTransport:
         transport = self._connection.transport
         transport.set_keepalive(KEEPALIVE_S)
         transport.default_window_size = WINDOW_BYTES
+        # A jump host's channel is no socket, and has no such limit but that of its own link; macOS knows none.
+        if isinstance(transport.sock, socket.socket) and hasattr(socket, "TCP_USER_TIMEOUT"):
+            transport.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * UNACKNOWLEDGED_LIMIT_S)
         key = transport.get_remote_server_key()
         self.host_key: str | None = f"{key.get_name()} {key.get_base64()}"
 
