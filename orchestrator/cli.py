@@ -31,6 +31,7 @@ from orchestrator.errors import ClusterTrainError, Interrupted, InventoryError
 from orchestrator.planning.launch import LaunchPlan
 from orchestrator.planning.logview import LogView, parse_since
 from orchestrator.planning.occupancy import Remains
+from orchestrator.planning.progress import Progress
 from orchestrator.planning.script import by_hand, mpirun_line, placement_table
 from orchestrator.planning.tables import table
 from orchestrator.planning.verdict import Verdict
@@ -209,11 +210,12 @@ def provision(
 @json_option
 @click.pass_context
 def status(ctx: click.Context, inventory_file: str, run_id: str | None, as_json: bool) -> None:
-    """Show a run's state, and every rank's.
+    """Show a run's state, how far it is, and every rank.
 
-    A run is starting, running, stopping, and in the end succeeded, failed or stopped; it is lost when its supervisor on node0
-    is gone. Of a run that failed, the rank that failed first is named. Ranks that ended show exit code or signal, the most
-    memory they used, and their CPU time.
+    A run is waiting (for the nodes), provisioning, starting, running, stalled (no rank writes anything any more), stopping, and
+    in the end succeeded, failed or stopped; it is lost when its supervisor on node0 is gone, as after a reboot. Of a run that
+    failed, what failed first is named. Step, epoch and loss are what the end of rank 0's log says. Ranks that ended show exit
+    code or signal, the most memory they used, and their CPU time.
     """
     console = Console(as_json=as_json)
     found = engine.status(_inventory(ctx, inventory_file, console), run_id)
@@ -298,12 +300,9 @@ def stop(ctx: click.Context, inventory_file: str, run_id: str | None, as_json: b
 @json_option
 @click.pass_context
 def runs(ctx: click.Context, inventory_file: str, local: bool, limit: int, log_dir: str | None, as_json: bool) -> None:
-    """List the runs of a cluster, newest first."""
+    """List the runs of a cluster, newest first: how each ended, after how long, on which nodes and stack."""
     console = Console(as_json=as_json)
-    if local:
-        found = [{**run, **(run["status"] or {"state": "unknown"})} for run in engine.local_runs(log_dir)[:limit]]
-    else:
-        found = engine.runs(_inventory(ctx, inventory_file, console), limit)
+    found = engine.local_runs(log_dir)[:limit] if local else engine.runs(_inventory(ctx, inventory_file, console), limit)
     console.emit(Result(document={"runs": found}, text=_runs_text(found)))
 
 
@@ -537,10 +536,15 @@ def _status_text(found: Mapping[str, Any]) -> str:
     verdict = found.get("verdict")
     lines = [f"run {found['run_id']}: {found['state']}" + (f": {verdict['summary']}" if verdict else "")]
     lines.append(f"since {_when(found['started_unix_s'])}, {_duration(found)}, script {found['label'].get('script')}")
+    if found["nodes_used"]:
+        lines.append(f"on {', '.join(found['nodes_used'])}, stack {found['stack']}")
+    if text := Progress(**found.get("progress", {})).text():
+        lines.append(text)
+    lines += found["unreachable"].values()
     lines += _what_is_heard(found)
     rows = [("rank", "node", "state", "pid", "max memory", "CPU time")]
     rows += [_rank_row(rank) for rank in found["ranks"]]
-    return "\n".join([*lines, table(rows)])
+    return "\n".join([*lines, *([table(rows)] if found["ranks"] else [])])
 
 
 def _what_is_heard(found: Mapping[str, Any]) -> list[str]:
@@ -576,17 +580,22 @@ def _rank_row(rank: Mapping[str, Any]) -> tuple[str, str, str, str, str, str]:
 
 
 def _runs_text(found: list[dict[str, Any]]) -> str:
-    rows = [("run", "state", "since", "duration", "script")]
-    rows += [
-        (
-            run["run_id"],
-            run["state"],
-            _when(run["started_unix_s"]),
-            _duration(run),
-            str(run.get("label", run).get("script")),
+    rows = [("run", "state", "since", "duration", "nodes", "stack", "script", "verdict")]
+    for run in found:
+        label = run.get("label") or run
+        verdict = (run.get("verdict") or {}).get("summary") or ""
+        rows.append(
+            (
+                run["run_id"],
+                run["state"],
+                _when(run["started_unix_s"]),
+                _duration(run),
+                ", ".join(label.get("ranks", ())),
+                str(label.get("stack") or "")[:8],
+                Path(str(label.get("script"))).name,
+                verdict if run["state"] != "succeeded" else "",
+            )
         )
-        for run in found
-    ]
     return table(rows) if found else "no runs yet"
 
 
@@ -595,5 +604,7 @@ def _when(unix_s: float) -> str:
 
 
 def _duration(run: Mapping[str, Any]) -> str:
+    if run["state"] == "lost":
+        return "unknown"
     seconds = (run.get("ended_unix_s") or time.time()) - run["started_unix_s"]
     return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"

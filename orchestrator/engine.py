@@ -19,6 +19,7 @@ from orchestrator.actions.claim import Terms, claimed
 from orchestrator.actions.follow import FINAL_STATES, Follower, RunReference
 from orchestrator.actions.lockfile import LockFile
 from orchestrator.actions.probe import interpreter, probe
+from orchestrator.actions.progress import progress
 from orchestrator.actions.provision import Provisioned, choose, provision
 from orchestrator.actions.prune import Unused, remove, survey, to_keep
 from orchestrator.actions.recall import recall, remember
@@ -42,11 +43,13 @@ from orchestrator.specs.facts import NodeFacts
 from orchestrator.specs.inventory import Inventory
 from orchestrator.specs.lock import Lock
 
+NOT_BEGUN = ("waiting", "provisioning")
+
 
 @contextmanager
-def connected(inventory: Inventory, *, head_only: bool = False) -> Iterator[Fleet]:
-    """The inventory's nodes, connected, and dropped at the end."""
-    fleet = connect(inventory, inventory.nodes[:1] if head_only else None)
+def connected(inventory: Inventory, *, head_only: bool = False, needs_all: bool = True) -> Iterator[Fleet]:
+    """The inventory's nodes, connected, and dropped at the end; without `needs_all` those that answer, the head at least."""
+    fleet = connect(inventory, inventory.nodes[:1] if head_only else None, needs_all=needs_all)
     try:
         yield fleet
     finally:
@@ -168,8 +171,8 @@ def logs(
 
     Following, it begins behind the last line that the record here holds: what `up` or an earlier `logs -f` showed.
     """
-    with connected(inventory) as fleet:
-        status = _one_status(fleet, inventory, run_id)
+    with connected(inventory, needs_all=False) as fleet:
+        status = _one_status(fleet, inventory, run_id, has_begun=True)
         run = _reference(inventory, status["run_id"], status["label"], fleet)
         record = _record_of(status, log_dir)
         follower = Follower(fleet, run, record, emit, view=view)
@@ -181,8 +184,8 @@ def logs(
 
 
 def status(inventory: Inventory, run_id: str | None) -> dict[str, Any]:
-    """One run's state (the newest, unless named) with the records of its ranks from every node."""
-    with connected(inventory) as fleet:
+    """One run's state (the newest, unless named), its ranks' records from every node that answers, and how far it is."""
+    with connected(inventory, needs_all=False) as fleet:
         head = _one_status(fleet, inventory, run_id)
         python = interpreter(inventory)
         per_node = fleet.each(lambda node: launch.status(node, inventory.root, python, head["run_id"]))
@@ -194,21 +197,39 @@ def status(inventory: Inventory, run_id: str | None) -> dict[str, Any]:
             for rank in run["ranks"]
             if (rank.get("exit") or rank).get("attempt", 1) == attempt
         }
-        found = {**head, "ranks": [ranks[rank] for rank in sorted(ranks)]}
-        if head["state"] in FINAL_STATES:
-            found["verdict"] = judge(head, [rank["exit"] for rank in ranks.values() if rank.get("exit")]).to_json()
+        found = {**_judged(head, [ranks[rank] for rank in sorted(ranks)]), "unreachable": fleet.unreachable}
+        first = next((rank for rank in found["ranks"] if rank.get("node") in fleet.transports), None)
+        if first:
+            log = first.get("log", first["rank"])
+            shown = progress(fleet.transports[first["node"]], inventory.root, python, head["label"]["run_dir"], log)
+            found["progress"] = shown.to_json()
         return found
 
 
 def runs(inventory: Inventory, limit: int) -> list[dict[str, Any]]:
     """The runs that the head knows, newest first."""
     with connected(inventory, head_only=True) as fleet:
-        return launch.status(fleet.head, inventory.root, interpreter(inventory), None, limit)
+        known = launch.status(fleet.head, inventory.root, interpreter(inventory), None, limit)
+        return [_judged(run, run["ranks"]) for run in known]
+
+
+def _judged(run: Mapping[str, Any], ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """A run's status with the records of its ranks, where and on what it ran, and how it ended."""
+    label = run["label"]
+    found = {**run, "ranks": list(ranks), "nodes_used": list(label.get("ranks", ())), "stack": label.get("stack")}
+    if run["state"] in FINAL_STATES:
+        found["verdict"] = judge(run, [rank["exit"] for rank in ranks if rank.get("exit")]).to_json()
+    return found
 
 
 def local_runs(log_dir: str | None) -> list[dict[str, Any]]:
-    """The runs that were started or followed from here, newest first."""
-    return [{**record.read(RECORD), "status": record.read("status.json")} for record in records(log_dir)]
+    """The runs that were started or followed from here, newest first, as far as they are known here."""
+    found = []
+    for record in records(log_dir):
+        about = {**record.read(RECORD), "state": "unknown", **record.read("status.json")}
+        verdict = record.read("verdict.json") or about.get("verdict")
+        found.append({**about, "verdict": verdict, "record": str(record.path)})
+    return found
 
 
 def doctor(inventory: Inventory, emit: Emit) -> tuple[Finding, ...]:
@@ -292,15 +313,16 @@ def teardown(inventory: Inventory, emit: Emit) -> dict[str, list[str]]:
 
 def stop(inventory: Inventory, run_id: str | None, emit: Emit) -> dict[str, Any]:
     """End a run on every node, and say what was left; its final status."""
-    with connected(inventory) as fleet:
-        found = _one_status(fleet, inventory, run_id)
+    with connected(inventory, needs_all=False) as fleet:
+        found = _one_status(fleet, inventory, run_id, has_begun=True)
         if found["state"] in FINAL_STATES:
             emit(Notice(text=f"run {found['run_id']} has ended already: {found['state']}"))
             final = found
         else:
             emit(Step(text=f"stopping {found['run_id']}: the ranks have {inventory.job.grace_s:g} s to end by themselves"))
             final = launch.stop(fleet.head, inventory.root, interpreter(inventory), found["run_id"], inventory.job.grace_s)
-        nodes = sweep(fleet, inventory.root, interpreter(inventory), found["run_id"], inventory.job.grace_s, emit)
+        python, gone = interpreter(inventory), fleet.unreachable
+        nodes = sweep(fleet, inventory.root, python, found["run_id"], inventory.job.grace_s, emit, gone=gone)
         return {**final, "swept": nodes}
 
 
@@ -429,7 +451,7 @@ def _label(inventory: Inventory, plan: LaunchPlan, lock: Lock) -> dict[str, Any]
 
 
 def _reference(inventory: Inventory, run_id: str, label: Mapping[str, Any], fleet: Fleet | None = None) -> RunReference:
-    missing = [node for node in label["ranks"] if fleet and node not in fleet.transports]
+    missing = [node for node in label["ranks"] if fleet and node not in (*fleet.transports, *fleet.unreachable)]
     if missing:
         raise InventoryError(
             f"run {run_id} is on nodes that the inventory does not have: {', '.join(missing)}",
@@ -452,8 +474,15 @@ def _record_of(status: Mapping[str, Any], log_dir: str | None) -> RunRecord:
     return record
 
 
-def _one_status(fleet: Fleet, inventory: Inventory, run_id: str | None) -> dict[str, Any]:
-    found = launch.status(fleet.head, inventory.root, interpreter(inventory), run_id, 1)
+def _one_status(fleet: Fleet, inventory: Inventory, run_id: str | None, *, has_begun: bool = False) -> dict[str, Any]:
+    """The run of this name, or the newest; with `has_begun` of those that are more than asked for."""
+    found = launch.status(fleet.head, inventory.root, interpreter(inventory), run_id)
+    if has_begun and run_id and found and found[0]["state"] in NOT_BEGUN:
+        raise InventoryError(
+            f"run {run_id} has not begun: it is {found[0]['state']}",
+            advice="press Ctrl-C where its `up` was typed to give it up",
+        )
+    found = [run for run in found if not (has_begun and run["state"] in NOT_BEGUN)]
     if not found:
         raise InventoryError(
             f"{fleet.head.node} knows no run {run_id}" if run_id else f"{fleet.head.node} knows no run yet",

@@ -93,6 +93,10 @@ class Follower:
             wanted = [rank for rank in ranks if self._view.has(node, rank)]
             if not wanted and node != head:
                 continue
+            if node in self._fleet.unreachable:
+                self.result.unheard[node] = self._fleet.unreachable[node]
+                self._emit(Notice(text=f"{self._fleet.unreachable[node]}: its lines are missing"))
+                continue
             arguments = ["--run-dir", self._run.run_dir, "--ranks", ",".join(map(str, wanted)), *self._view.start_arguments()]
             arguments += ["--follow"] if live else []
             arguments += ["--head" if node == head else "--until-drained"]

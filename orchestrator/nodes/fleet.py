@@ -18,13 +18,15 @@ T = TypeVar("T")
 class Fleet:
     """Connected nodes in the inventory's order; the first is the head.
 
-    `on_interrupt` is called at a Ctrl-C in `each`, while the connections still stand.
+    `on_interrupt` is called at a Ctrl-C in `each`, while the connections still stand. `unreachable` are nodes that are missing
+    here, and why.
     """
 
     def __init__(
         self, transports: Mapping[str, Transport], parallel: int, connect_to: Callable[[str], Transport] | None = None
     ) -> None:
         self.transports = dict(transports)
+        self.unreachable: dict[str, str] = {}
         self.on_interrupt: Callable[[], None] = lambda: None
         self._parallel = parallel
         self._connect_to = connect_to
@@ -60,8 +62,11 @@ class Fleet:
             transport.close()
 
 
-def connect(inventory: Inventory, nodes: Iterable[Node] | None = None) -> Fleet:
-    """Connect to every node at once; raises FleetError, with all connections closed again, when any cannot be reached."""
+def connect(inventory: Inventory, nodes: Iterable[Node] | None = None, *, needs_all: bool = True) -> Fleet:
+    """Connect to every node at once; raises FleetError, with all connections closed again, when any cannot be reached.
+
+    Without `needs_all` only the head must be there; the fleet names the others that are not.
+    """
     made: dict[str, Transport] = {}
 
     def connector(node: Node) -> Callable[[], None]:
@@ -70,16 +75,27 @@ def connect(inventory: Inventory, nodes: Iterable[Node] | None = None) -> Fleet:
 
         return connect_one
 
-    chosen = list(inventory.nodes if nodes is None else nodes)
+    by_name = {node.name: node for node in (inventory.nodes if nodes is None else nodes)}
+    unreachable: dict[str, str] = {}
     try:
-        on_all({node.name: connector(node) for node in chosen}, inventory.parallel)
+        on_all({name: connector(node) for name, node in by_name.items()}, inventory.parallel)
+    except FleetError as error:
+        if needs_all or next(iter(by_name)) in error.failures:
+            _close(made)
+            raise
+        unreachable = {name: failure.message for name, failure in error.failures.items()}
     except BaseException:
-        for transport in made.values():
-            transport.close()
+        _close(made)
         raise
-    by_name = {node.name: node for node in chosen}
-    transports = {name: made[name] for name in by_name}
-    return Fleet(transports, inventory.parallel, lambda name: _transport(inventory, by_name[name]))
+    transports = {name: made[name] for name in by_name if name in made}
+    fleet = Fleet(transports, inventory.parallel, lambda name: _transport(inventory, by_name[name]))
+    fleet.unreachable = unreachable
+    return fleet
+
+
+def _close(transports: Mapping[str, Transport]) -> None:
+    for transport in transports.values():
+        transport.close()
 
 
 def on_all(actions: Mapping[str, Callable[[], T]], parallel: int) -> dict[str, T]:

@@ -9,8 +9,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 _DICT = re.compile(r"\{[^{}]*['\"](?:loss|eval_loss|train_loss)['\"][^{}]*\}")
-# tqdm's " 12%|█▏        | 12/300 [00:10<04:10,  1.15it/s]"
-_BAR = re.compile(r"(\d+)%\|[^|\r\n]*\|\s*(\d+)/(\d+)\s*\[")
+# tqdm's " 12%|█▏        | 12/300 [00:10<04:10,  1.15it/s]"; a bar with a name before it is of something else than training.
+_BAR = re.compile(r"(?:^|[\r\n])\s*\d+%\|[^|\r\n]*\|\s*(\d+)/(\d+)\s*\[")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,16 +37,15 @@ class Progress:
 def read_progress(out: str, err: str) -> Progress:
     """The last values in the ends of a rank's stdout and stderr.
 
-    Of several bars (evaluation has its own) that of the largest total that moved last is not told apart by name: the last bar
-    that is not complete counts, else the last one.
+    Evaluation has a bar too, shorter than that of the training: the last one of the largest total counts.
     """
     told = [found for text in (out, err) for match in _DICT.finditer(text) if (found := _numbers(match.group()))]
     loss = next((found["loss"] for found in reversed(told) if "loss" in found), None)
     epoch = next((found["epoch"] for found in reversed(told) if "epoch" in found), None)
     step = next((found["step"] for found in reversed(told) if "step" in found), None)
-    bars = [(int(done), int(total)) for text in (err, out) for _, done, total in _BAR.findall(text)]
-    moving = [bar for bar in bars if bar[0] < bar[1]] or bars
-    done, total = moving[-1] if moving else (None, None)
+    bars = [(int(done), int(total)) for text in (err, out) for done, total in _BAR.findall(text)]
+    longest = max((total for _, total in bars), default=None)
+    done, total = next(((done, total) for done, total in reversed(bars) if total == longest), (None, None))
     if step is not None:
         done, total = int(step), total if done == int(step) else None
     return Progress(step=done, steps=total, epoch=epoch, loss=loss)
