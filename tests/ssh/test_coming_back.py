@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -15,7 +16,7 @@ import pytest
 import yaml
 from commands import COMMAND, REPOSITORY, ClusterTrain, LocalStack
 from jobs import script
-from sshd import SshdNode, SshdNodes
+from sshd import SSHD, SshdNode, SshdNodes
 
 pytestmark = pytest.mark.stack
 
@@ -133,6 +134,33 @@ def test_a_broken_link_is_made_again(
     go.touch()
     assert up.ended() == 0, up.text
     assert f"node{victim}: the connection was lost" in up.text
+    for rank in range(2):
+        assert ticks(up.text, rank) == whole(100)
+
+
+def test_sshd_of_the_head_is_killed_and_started_again(
+    start: Callable[..., Started], inventory: Path, tmp_path: Path, nodes: list[SshdNode]
+) -> None:
+    """No login is possible for a while: it tries again and again, and goes on where it was."""
+    go, head = tmp_path / "go", nodes[0]
+    up = start("up", inventory, "--", script(tmp_path, TICKS), str(go), "100")
+    up.until("r0] tick 10")
+    logins = connections(head)
+    for pid in (head.pid, *logins):
+        os.kill(pid, signal.SIGKILL)
+    up.until("node0: the connection was lost")
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection((head.host, head.port), LIMIT_S).close()
+    time.sleep(2)  # the first tries fail
+    assert up.process.poll() is None and "connected again" not in up.text
+    settings = head.known_hosts.parent / "sshd_config0"
+    with subprocess.Popen([str(SSHD), "-D", "-f", settings, "-E", head.log], start_new_session=True) as again:
+        try:
+            up.until("node0: connected again")
+            go.touch()
+            assert up.ended() == 0, up.text
+        finally:
+            again.terminate()
     for rank in range(2):
         assert ticks(up.text, rank) == whole(100)
 

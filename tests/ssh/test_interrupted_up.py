@@ -1,0 +1,163 @@
+"""Ctrl-C in each phase of `up`: exit code 130, and on no node a process, a half environment or a lock is left."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+from commands import COMMAND, REPOSITORY, LocalStack
+from jobs import script
+from labs import Lab, whole_wheels
+from sshd import SshdNode, SshdNodes
+from test_interrupted_provision import complete_environments, is_building, large_is_under_way, unfinished
+
+pytestmark = pytest.mark.stack
+
+LIMIT_S = 120.0
+GONE_LIMIT_S = 15.0
+STUBBORN = """
+import signal, time
+for name in ("SIGTERM", "SIGINT", "SIGHUP"):
+    signal.signal(getattr(signal, name), signal.SIG_IGN)
+print("begun", flush=True)
+time.sleep(300)
+"""
+
+
+class Up:
+    """An `up` that is going on, everything it says in a file."""
+
+    def __init__(self, tmp_path: Path, inventory: Path, job: str, settings: dict[str, str]) -> None:
+        plain = {name: value for name, value in os.environ.items() if not settings or not name.startswith("PIP_")}
+        environment = {**plain, **settings, "XDG_STATE_HOME": str(tmp_path / "state")}
+        self.output = tmp_path / "output"
+        with self.output.open("w") as stream:
+            streams = {"stdin": subprocess.DEVNULL, "stdout": stream, "stderr": stream}
+            self.process = subprocess.Popen([COMMAND, "up", inventory, "--", job], cwd=REPOSITORY, env=environment, **streams)
+
+    @property
+    def text(self) -> str:
+        return self.output.read_text()
+
+    def interrupt(self, is_time: Callable[[], bool]) -> None:
+        """Press Ctrl-C as soon as it is time."""
+        deadline = time.monotonic() + LIMIT_S
+        while not is_time():
+            assert time.monotonic() < deadline and self.process.poll() is None, self.text
+            time.sleep(0.002)
+        self.process.send_signal(signal.SIGINT)
+
+
+@pytest.fixture
+def up(tmp_path: Path) -> Iterator[Callable[..., Up]]:
+    made: list[Up] = []
+
+    def make(inventory: Path, job: str, settings: dict[str, str] | None = None) -> Up:
+        made.append(Up(tmp_path, inventory, job, settings or {}))
+        return made[-1]
+
+    yield make
+    for started in made:
+        if started.process.poll() is None:
+            started.process.kill()
+            started.process.wait()
+
+
+def assert_nothing_is_left(nodes: list[SshdNode], root: Path) -> None:
+    """Not on any node, at the latest a moment after."""
+    deadline = time.monotonic() + GONE_LIMIT_S
+    while left := [process.argv for node in nodes for process in node.processes() if str(root) in " ".join(process.argv)]:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.05)
+    assert [path for node in nodes for path in (node.home / "locks").glob("*.json")] == []
+    complete_environments(root)  # each that can be seen is whole
+    whole_wheels(root)
+
+
+@pytest.mark.parametrize("phase", ["connecting", "probing", "resolving", "copying", "installing"])
+def test_before_the_start(lab: Lab, up: Callable[..., Up], tmp_path: Path, phase: str, request: pytest.FixtureRequest) -> None:
+    """Whatever is being done for the run on any node is given up; an installer takes away what is half made."""
+    root, (node,) = tmp_path / "root", lab.nodes
+    log_size = node.log.stat().st_size
+    inventory = lab.inventory(tmp_path / "lab.yml", root, "large")
+    fresh = tmp_path / "cache"  # nothing is resolved yet
+    settings = {**lab.settings, "XDG_CACHE_HOME": str(fresh)} if phase == "resolving" else lab.settings
+    running = up(inventory, script(tmp_path, ""), settings)
+    moments: dict[str, Callable[[], bool]] = {
+        "connecting": lambda: node.log.stat().st_size > log_size,
+        "probing": lambda: any((node.home / "locks").glob("*.json")),
+        "resolving": lambda: "resolving" in running.text,
+        "copying": lambda: large_is_under_way(root),
+        "installing": lambda: is_building(root),
+    }
+    running.interrupt(moments[phase])
+    assert running.process.wait(LIMIT_S) == 130, running.text
+    assert "Traceback" not in running.text
+    assert_nothing_is_left([node], root)
+    if phase in ("copying", "installing"):
+        assert complete_environments(root) == 0
+        assert [name for name in unfinished(root) if not name.endswith(".lock")] == []
+        assert lab.provision(inventory).exit_code == 0 and complete_environments(root) == 1
+
+
+@pytest.fixture
+def two(sshd_factory: SshdNodes) -> list[SshdNode]:
+    return sshd_factory(2)
+
+
+@pytest.fixture
+def whole_inventory(two: list[SshdNode], tmp_path: Path, local_stack: LocalStack) -> Path:
+    """Two nodes with the real stack."""
+    local_stack.borrowed(tmp_path / "root")
+    content = {
+        "cluster": "loopback",
+        "root": str(tmp_path / "root"),
+        "ssh": {"key": str(two[0].key), "known_hosts": str(two[0].known_hosts), "port": two[0].port},
+        "nodes": [{"name": f"node{index}", "host": node.host} for index, node in enumerate(two)],
+        "stack": yaml.safe_load((REPOSITORY / "inventories" / "local.yml").read_text())["stack"],
+        "job": {"ppn": 2, "grace_s": 60},
+    }
+    path = tmp_path / "loopback.yml"
+    path.write_text(yaml.safe_dump(content))
+    return path
+
+
+def assert_no_process(nodes: list[SshdNode], root: Path) -> None:
+    assert [process.argv for node in nodes for process in node.processes() if str(root) in " ".join(process.argv)] == []
+    assert [path for node in nodes for path in (node.home / "locks").glob("*.json")] == []
+
+
+@pytest.mark.parametrize("phase", ["starting", "running"])
+def test_from_the_start_on(two: list[SshdNode], up: Callable[..., Up], whole_inventory: Path, tmp_path: Path, phase: str) -> None:
+    """While it starts, and while it runs: ranks that ignore every signal have a minute's grace, a second Ctrl-C ends them."""
+    running = up(whole_inventory, script(tmp_path, STUBBORN))
+    moments: dict[str, Callable[[], bool]] = {
+        "starting": lambda: any((tmp_path / "root" / "runs").glob("*/run.json")),
+        "running": lambda: "r3] begun" in running.text,
+    }
+    running.interrupt(moments[phase])
+    running.interrupt(lambda: "Ctrl-C again" in running.text)
+    assert running.process.wait(LIMIT_S) == 130, running.text
+    assert "ending them at once" in running.text and "Traceback" not in running.text
+    assert_no_process(two, tmp_path / "root")
+
+
+def test_detaching(two: list[SshdNode], whole_inventory: Path, tmp_path: Path) -> None:
+    """Ctrl-C before `up --detach` has returned: there is no run that goes on by itself."""
+    environment = {**os.environ, "XDG_STATE_HOME": str(tmp_path / "state")}
+    command = [COMMAND, "up", whole_inventory, "--detach", "--", script(tmp_path, STUBBORN)]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    with subprocess.Popen(command, cwd=REPOSITORY, env=environment, **pipes) as process:  # type: ignore[call-overload]
+        for line in process.stdout:
+            if "MASTER_ADDR=" in line:
+                process.send_signal(signal.SIGINT)
+                break
+        rest = process.stdout.read()
+        assert process.wait(LIMIT_S) == 130, rest
+    assert_no_process(two, tmp_path / "root")
