@@ -180,6 +180,7 @@ def logs(
             everything = _again(inventory, "logs", run.run_id)
             emit(Notice(text=f"going on behind the {known_bytes} bytes that were shown here before; all of it: {everything}"))
         followed = follower.follow()
+        follower.finish(look_again=False)
         return outcome_of(run, record, followed) if followed.status.get("state") in FINAL_STATES else None
 
 

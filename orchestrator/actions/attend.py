@@ -114,11 +114,13 @@ def _follow_to_the_end(fleet: Fleet, job: Job, run: RunReference, follower: Foll
     if stopper.was_asked:
         stopper.see_through()
         sweep(fleet, run.root, run.python, run.run_id, job.grace_s, emit, gone=followed.unheard)
+        follower.finish(look_again=True)
         raise Interrupted(f"run {run.run_id} was stopped", advice=f"its record: {record.path}")
-    outcome = outcome_of(run, record, followed)
-    if outcome.verdict.state != "succeeded":
+    is_good = followed.status.get("state") == "succeeded"
+    if not is_good:
         sweep(fleet, run.root, run.python, run.run_id, job.grace_s, emit, gone=followed.unheard)
-    return outcome
+    follower.finish(look_again=not is_good)
+    return outcome_of(run, record, followed)
 
 
 class _Stopper:

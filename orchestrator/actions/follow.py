@@ -10,7 +10,7 @@ from typing import Any
 
 from orchestrator.actions.record import RunRecord
 from orchestrator.actions.tailing import Back, End, Lost, NodeTail
-from orchestrator.errors import UnreachableError
+from orchestrator.errors import NodeError, UnreachableError
 from orchestrator.nodes.fleet import Fleet
 from orchestrator.planning.loglines import LineSplitter, Piece
 from orchestrator.planning.logview import LogView
@@ -65,6 +65,7 @@ class Follower:
     def __init__(self, fleet: Fleet, run: RunReference, record: RunRecord, emit: Emit, *, view: LogView = LogView()) -> None:  # noqa: B008  frozen
         self._fleet = fleet
         self._run = run
+        self._head = next(iter(run.ranks))
         self._record = record
         self._emit = emit
         self._view = view
@@ -88,10 +89,9 @@ class Follower:
         """
         if go_on:
             self._known = self._record.line_ends()
-        head = next(iter(self._run.ranks))
         for node, ranks in self._run.ranks.items():
             wanted = [rank for rank in ranks if self._view.has(node, rank)]
-            if not wanted and node != head:
+            if node in self.result.unheard or (not wanted and node != self._head):
                 continue
             if node in self._fleet.unreachable:
                 self.result.unheard[node] = self._fleet.unreachable[node]
@@ -99,7 +99,7 @@ class Follower:
                 continue
             arguments = ["--run-dir", self._run.run_dir, "--ranks", ",".join(map(str, wanted)), *self._view.start_arguments()]
             arguments += ["--follow"] if live else []
-            arguments += ["--head" if node == head else "--until-drained"]
+            arguments += ["--head" if node == self._head else "--until-drained"]
             place = (self._run.root, self._run.python)
             self._tails[node] = NodeTail(self._fleet, node, place, arguments, self._known, self._put, is_live=live)
             self._tails[node].start()
@@ -133,9 +133,18 @@ class Follower:
                 self._connection(node, item)
             else:
                 self._take(node, item)
+        return self.result
+
+    def finish(self, *, look_again: bool) -> None:
+        """Show what has no line's end yet. With `look_again` ask once more: a rank may have written after the run was over."""
+        if look_again:
+            try:
+                self.start(live=False)
+                self.follow()
+            except NodeError:
+                pass  # what is there was told before
         for (node, name), splitter in self._splitters.items():
             self._show(node, name, splitter.finish())
-        return self.result
 
     def close(self) -> None:
         """Give the tails up; the run is not touched."""
@@ -149,21 +158,24 @@ class Follower:
         """What became of a node's connection."""
         if isinstance(item, Lost):
             self._lost.add(node)
-            self._emit(Notice(text=f"{node}: the connection was lost ({item.why}); the run goes on, connecting again"))
+            self._emit(Notice(text=f"{node}: the connection was lost ({item.why}): connecting again, the run does not need it"))
         elif isinstance(item, Back):
             self._lost.discard(node)
             self._emit(Notice(text=f"{node}: connected again after {item.after_s:.0f} s, going on where it was"))
         elif node in self._tails:
             self._tails.pop(node).close()
-            if item.why and self._over_s is None:
+            if not item.why:
+                return
+            if node == self._head and self._over_s is None:
                 self.close()
                 raise UnreachableError(
-                    f"{node}: the connection was lost while following; the run goes on ({item.why})",
+                    f"{node}: the connection was lost while following, and with it the run's state; unless {node} is down the "
+                    f"run goes on ({item.why})",
                     node=node,
                     advice=self._run.again,
                 )
-            if item.why:
-                self.result.unheard[node] = item.why
+            self.result.unheard[node] = item.why
+            self._emit(Notice(text=f"{node}: given up ({item.why}): its lines are missing from here on"))
 
     def _give_up_the_silent(self) -> None:
         """When the run is over, a node that is gone is not waited for."""
@@ -215,9 +227,10 @@ class Follower:
         if not self._view.has(node, rank):
             return
         for piece in pieces:
-            if self._view.matches(piece):
+            text = self._view.chosen(piece)
+            if text is not None:
                 number = None if rank is None else self._numbers.get(rank, rank)
-                self._emit(LogText(node=node, rank=number, stream=stream, text=piece.text, transient=piece.transient))
+                self._emit(LogText(node=node, rank=number, stream=stream, text=text, transient=piece.transient))
 
 
 def _parsed(name: str) -> tuple[int | None, str]:

@@ -39,9 +39,12 @@ class LogView:
         """Whether lines of a rank (None: mpirun's own) on a node are wanted at all."""
         return (not self.nodes or node in self.nodes) and (not self.ranks or rank in self.ranks)
 
-    def matches(self, piece: Piece) -> bool:
-        """Whether a line is wanted, whoever wrote it."""
-        return self.pattern is None or (not piece.transient and bool(self.pattern.search(piece.text)))
+    def chosen(self, piece: Piece) -> str | None:
+        """The wanted lines of a piece, whoever wrote it; None where there are none."""
+        if self.pattern is None:
+            return piece.text
+        lines = [] if piece.transient else [line for line in piece.text.split("\n") if self.pattern.search(line)]
+        return "\n".join(lines) if lines else None
 
     def start_arguments(self) -> list[str]:
         """Where remote/tail.py is to begin."""

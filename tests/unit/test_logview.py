@@ -38,7 +38,8 @@ def test_choices_combine() -> None:
     """Rank, node and pattern must all fit; bars that are written over match no pattern; mpirun's own lines have no rank."""
     view = LogView(ranks=frozenset({1}), nodes=frozenset({"a"}), pattern=re.compile("los+"))
     assert view.has("a", 1) and not view.has("b", 1) and not view.has("a", 2) and not view.has("a", None)
-    assert view.matches(Piece("the loss", False)) and not view.matches(Piece("the loss", True))
+    assert view.chosen(Piece("the loss", False)) == "the loss" and view.chosen(Piece("the loss", True)) is None
+    assert view.chosen(Piece("a loss\nnone\nloss", False)) == "a loss\nloss" and view.chosen(Piece("none", False)) is None
     assert not view.is_everything and LogView().is_everything and LogView().has("a", None)
     assert not LogView(last_lines=0).is_everything
 
