@@ -493,7 +493,7 @@ def _one_status(fleet: Fleet, inventory: Inventory, run_id: str | None, *, has_b
 
 
 def _run_to_resume(fleet: Fleet, inventory: Inventory, wanted: str) -> str:
-    found = _one_status(fleet, inventory, None if wanted == "newest" else wanted)
+    found = _one_status(fleet, inventory, None if wanted == "newest" else wanted, has_begun=True)
     if found["state"] not in FINAL_STATES:
         raise PreflightError(
             f"run {found['run_id']} has not ended: it is {found['state']}",
