@@ -146,13 +146,14 @@ class Claim:
         if all(hold.is_held for hold in self._holds.values()):
             self._tell_of_company()
             return
+        seen = {node: hold.busy for node, hold in self._holds.items()}
         # Somebody is in the way, maybe one who asked at the same moment and has what we lack. All take one lock after the
         # other in the machines' order, which is the same for everybody: so one gets through, and nobody waits in a circle.
         self.release()
         for node in sorted(machines, key=lambda name: (machines[name], name)):
             hold = self._holds[node] = Hold(self._fleet.transports[node], self._root, self._python, owner)
             if not hold.is_held:
-                self._wait(hold, terms)
+                self._wait(hold, terms, seen)
 
     def cancel(self) -> None:
         """After a Ctrl-C: end what was started on the nodes for us."""
@@ -182,11 +183,13 @@ class Claim:
         self._holds = {node: self._holds[node] for node in self._fleet.transports}
         return {node: hold.look["machine"] for node, hold in self._holds.items()}
 
-    def _wait(self, hold: Hold, terms: Terms) -> None:
-        """Until the node is ours; without terms.wait: refuse."""
+    def _wait(self, hold: Hold, terms: Terms, seen: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
+        """Until the node is ours; without terms.wait: refuse. `seen`: who was on which node at first."""
         told: list[str] = []
         while not hold.is_held:
-            text = busy_text({hold.transport.node: hold.busy})
+            here = {lock["run_id"] for lock in hold.busy}
+            elsewhere = {node: [lock for lock in locks if lock["run_id"] in here] for node, locks in seen.items()}
+            text = busy_text({**elsewhere, hold.transport.node: hold.busy})
             if not terms.wait:
                 first = hold.busy[0]["run_id"]
                 raise PreflightError(
