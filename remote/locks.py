@@ -88,7 +88,8 @@ class Directory:
         if descriptor is None:
             return None
         about = os.fstat(descriptor)
-        if about.st_uid != os.geteuid() or not stat.S_ISREG(about.st_mode) or not is_locked(descriptor, fcntl.LOCK_SH):
+        is_plain = stat.S_ISREG(about.st_mode) and about.st_nlink == 1  # a second name may be that of a precious file
+        if about.st_uid != os.geteuid() or not is_plain or not is_locked(descriptor, fcntl.LOCK_SH):
             os.close(descriptor)
             raise runs.Problem("%s in %s is not ours" % (name, self.path))
         return descriptor

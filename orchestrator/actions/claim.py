@@ -19,6 +19,7 @@ from orchestrator.specs.events import Emit, Notice, Step
 ANSWER_TIMEOUT_S = 60.0
 CANCEL_TIMEOUT_S = 10.0
 WAIT_READ_S = 1.0
+UNUSABLE = "look whose directory that is, and have its owner or root remove it or `chmod 1777` it"
 SETTLING_LOOKS = 4  # a run that has just ended needs a moment: what is gone by then was no remains
 
 
@@ -110,7 +111,7 @@ class Hold:
         line, _, self._rest = self._rest.partition(b"\n")
         said = parse_json(self.transport, self._argv, line)
         if "error" in said:
-            raise PreflightError(f"{self.transport.node}: {said['error']}", advice="--share goes on without asking who is there")
+            raise PreflightError(f"{self.transport.node}: {said['error']}", advice=UNUSABLE)
         return said
 
     def _raise_end(self) -> None:

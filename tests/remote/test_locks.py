@@ -217,11 +217,11 @@ def test_two_people(monkeypatch: pytest.MonkeyPatch) -> None:
                 holder.close()
 
 
-@pytest.mark.parametrize("kind", ["link", "pipe", "garbage"])
+@pytest.mark.parametrize("kind", ["link", "hard link", "pipe", "garbage"])
 def test_what_others_put_there_is_not_followed(
     hold: Callable[..., Holder], directory: Path, tmp_path: Path, kind: str, node: Node
 ) -> None:
-    """A link to a file of ours is refused and the file stays; a pipe hangs nobody; garbage is no lock."""
+    """A link of either kind to a file of ours is refused and the file stays; a pipe hangs nobody; garbage is no lock."""
     precious = tmp_path / "precious"
     precious.write_text("mine")
     directory.mkdir()
@@ -229,6 +229,8 @@ def test_what_others_put_there_is_not_followed(
     trap = directory / "run.json"
     if kind == "link":
         trap.symlink_to(precious)
+    elif kind == "hard link":
+        trap.hardlink_to(precious)
     elif kind == "pipe":
         os.mkfifo(trap)
     else:

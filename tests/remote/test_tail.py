@@ -267,3 +267,42 @@ def test_waiting_costs_next_to_nothing(run_dir: Path, follow: Follow) -> None:
     before, started = cpu_s(), time.monotonic()
     until(lambda: time.monotonic() - started > 2.0, "two seconds of quiet")
     assert (cpu_s() - before) / (time.monotonic() - started) < 0.05
+
+
+def told(run_dir: Path, *options: str) -> dict[str, bytes]:
+    """What tail.py tells of rank 0 with these options."""
+    argv = [sys.executable, str(REMOTE / "tail.py"), "--run-dir", str(run_dir), "--ranks", "0", *options]
+    done = subprocess.run(argv, capture_output=True, text=True, check=True, timeout=LIMIT_S)
+    found: dict[str, bytes] = {}
+    for message in map(json.loads, done.stdout.splitlines()):
+        if "data" in message:
+            found[message["file"]] = found.get(message["file"], b"") + message["data"].encode("latin-1")
+    return found
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (["--lines", "1"], b"last\n"),
+        (["--lines", "2"], b"x" * 200_000 + b"\nlast\n"),
+        (["--lines", "9"], None),
+        (["--lines", "0"], b""),
+        (["--last-bytes", "5"], b"last\n"),
+        (["--last-bytes", "7"], b"x" * 200_000 + b"\nlast\n"),  # a line is not cut
+        (["--last-bytes", "999999"], None),
+        (["--since-unix-s", "99"], None),
+        (["--since-unix-s", "100"], b"two\n" + b"x" * 200_000 + b"\nlast\n"),
+        (["--since-unix-s", "107"], b"two\n" + b"x" * 200_000 + b"\nlast\n"),  # nothing was written from 101 to 108
+        (["--since-unix-s", "108.5", "--lines", "9"], b"x" * 200_000 + b"\nlast\n"),  # the mark lies within that line
+        (["--since-unix-s", "200"], b""),
+        (["--age-s", "1"], b""),
+        (["--since-unix-s", "200", "--offsets", '{"rank-0.out": 4}'], b"two\n" + b"x" * 200_000 + b"\nlast\n"),
+    ],
+)
+def test_where_to_begin(run_dir: Path, options: list[str], expected: bytes | None) -> None:
+    """At the last lines or bytes, or at what was written after a time, and always at the beginning of a line."""
+    run_dir.mkdir(exist_ok=True)
+    text = b"one\ntwo\n" + b"x" * 200_000 + b"\nlast\n"
+    (run_dir / "rank-0.out").write_bytes(text)
+    (run_dir / "rank-0.marks").write_text(f"100.0 4 0\n108.0 5000 0\n150.0 {len(text)} 0\n")
+    assert told(run_dir, *options).get("rank-0.out", b"") == (text if expected is None else expected)
