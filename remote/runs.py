@@ -14,6 +14,7 @@ import scratch
 FINAL = ("succeeded", "failed", "stopped")
 RESERVE, RESERVE_BYTES = "reserve", 64 * 1024  # room that is given back where a full disk does not take the last status
 SUPERVISOR_DIED = "its supervisor on the head was killed, and with it mpirun"
+REBOOTED = "the head was started anew while it was going on"
 
 
 class Problem(Exception):
@@ -48,6 +49,11 @@ class Run:
         """Whether it has not ended, and has no supervisor any more. Only its own machine can tell."""
         is_supervised = self.is_of_this_boot and processes.is_alive(self.status["supervisor"])
         return not self.is_final and self.is_ours and not is_supervised
+
+    @property
+    def why_lost(self) -> str:
+        """What became of the supervisor of a lost run."""
+        return SUPERVISOR_DIED if self.is_of_this_boot else REBOOTED
 
     @property
     def is_over(self) -> bool:
@@ -131,7 +137,7 @@ def read_status(run_dir: str) -> dict:
     if status is None or not Run(run_dir, status).is_lost:
         return status
     status = records.read_record(os.path.join(run_dir, "status.json"))  # the supervisor may just have finished
-    return dict(status, state="lost", reason=SUPERVISOR_DIED) if Run(run_dir, status).is_lost else status
+    return dict(status, state="lost", reason=Run(run_dir, status).why_lost) if Run(run_dir, status).is_lost else status
 
 
 def find(root: str, run_id: str) -> Run:
@@ -161,7 +167,7 @@ def stop(run: Run, signum: int, limit_s: float) -> bool:
     run.refresh()
     if run.is_lost:
         sweep(run, deadline - time.monotonic())
-        run.set(state="failed", reason=SUPERVISOR_DIED, ended_unix_s=time.time())
+        run.set(state="failed", reason=run.why_lost, ended_unix_s=time.time())
     return run.is_final
 
 

@@ -221,7 +221,7 @@ def test_two_people(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_others_put_there_is_not_followed(
     hold: Callable[..., Holder], directory: Path, tmp_path: Path, kind: str, node: Node
 ) -> None:
-    """A link of either kind to a file of ours is refused and the file stays; a pipe hangs nobody; garbage is no lock."""
+    """A link to a file of ours harms nothing; a pipe hangs nobody; garbage is no lock."""
     precious = tmp_path / "precious"
     precious.write_text("mine")
     directory.mkdir()
@@ -237,7 +237,7 @@ def test_what_others_put_there_is_not_followed(
         trap.write_bytes(b"\xff" * 1000)
     assert listed(node) == []
     holder = hold("run")
-    if kind == "garbage":
+    if kind in ("garbage", "hard link"):  # removed as any dead lock
         holder.until("held")
     else:
         assert "is not ours" in holder.until("error")
