@@ -78,7 +78,7 @@ def hold(directory: Path, tmp_path: Path, node: Node) -> Iterator[Callable[..., 
     made: list[Holder] = []
 
     def make(run_id: str, python: Path | str = sys.executable, **owner: Any) -> Holder:
-        made.append(Holder(python, node.root, run_id, **owner))
+        made.append(Holder(python, owner.pop("root", node.root), run_id, **owner))
         return made[-1]
 
     yield make
@@ -171,6 +171,22 @@ def test_a_lock_is_kept_until_the_ranks_are_there(hold: Callable[..., Holder], n
     assert listed(node) == ["kept"]
     node.stop("kept", "--now")
     assert listed(node) == []
+
+
+def test_runs_that_have_not_begun_are_listed(hold: Callable[..., Holder], node: Node) -> None:
+    """The head shows who is provisioning and who waits, before the runs that have a directory; another root's are not shown."""
+    node.start_alone(node.launch("begun", "", size=1))
+    node.until_final("begun")
+    hold("first").until("held")
+    hold("second").until("busy")
+    hold("third", root=node.root.parent / "another").until("busy")
+
+    def states(*options: str) -> list[tuple[str, str]]:
+        found = node.call("supervise.py", "status", "--root", str(node.root), *options)[1]["runs"]
+        return [(run["run_id"], run["state"]) for run in found]
+
+    assert states() == [("second", "waiting"), ("first", "provisioning"), ("begun", "succeeded")]
+    assert states("--run", "first") == [("first", "provisioning")] and states("--run", "begun") == [("begun", "succeeded")]
 
 
 CONNECTION = """

@@ -126,7 +126,7 @@ def test_the_second_is_told_who_is_there(lab: Lab, tmp_path: Path, cluster_train
     assert cluster_train("up", lab.inventory("two", 2, 1), "--", job, str(go)).exit_code == 0
 
 
-def test_waiting_in_the_order_of_asking(lab: Lab, tmp_path: Path) -> None:
+def test_waiting_in_the_order_of_asking(lab: Lab, tmp_path: Path, cluster_train: ClusterTrain) -> None:
     """Two wait for one; they start one after the other, never both at once; a third gives up by Ctrl-C and leaves nothing."""
     job = script(tmp_path, UNTIL_TOLD)
     inventory = lab.inventory("one", 0, 1)
@@ -139,6 +139,9 @@ def test_waiting_in_the_order_of_asking(lab: Lab, tmp_path: Path) -> None:
         lab.until(waiters[-1], "waiting: node")
     third = lab.start("up", inventory, "--wait", "--", job, str(goes[0]))
     lab.until(third, "waiting: node")
+    states = [run["state"] for run in cluster_train("runs", inventory, "--json").result["runs"]]
+    assert states == ["waiting", "waiting", "waiting", "running"]
+    assert cluster_train("stop", inventory, "--json", "--run", waiting_runs(lab)[0]).exit_code == 2
     third.send_signal(signal.SIGINT)
     assert lab.ended(third).exit_code == 130
     goes[0].touch()
@@ -151,6 +154,11 @@ def test_waiting_in_the_order_of_asking(lab: Lab, tmp_path: Path) -> None:
     goes[2].touch()
     assert lab.ended(waiters[1]).exit_code == 0
     assert lab.locks() == [] and lab.left() == []
+
+
+def waiting_runs(lab: Lab) -> list[str]:
+    locks = [path for node in lab.nodes for path in (node.home / "locks").glob("*.json")]
+    return [path.stem for path in locks if json.loads(path.read_text())["state"] == "waiting"]
 
 
 def test_many_at_the_same_moment(lab: Lab, tmp_path: Path) -> None:
