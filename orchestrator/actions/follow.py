@@ -22,6 +22,8 @@ TICK_S = 0.5
 # Once the run is over: how long a node may say nothing before it is given up, and one that the head has lost too.
 SILENT_LIMIT_S = 30.0
 LOST_LIMIT_S = 2.0
+HEAD_LIMIT_S = 3.0  # in which a head that lives has let us in again
+HEADLESS = ("abort", "orphaned", "cut_off")  # how ranks end that lost mpirun or its supervisor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +76,7 @@ class Follower:
         self._splitters: dict[tuple[str, str], LineSplitter] = {}
         self._known: dict[str, int] = {}
         self._tails: dict[str, NodeTail] = {}
-        self._lost: set[str] = set()
+        self._lost: dict[str, float] = {}  # since when, by the monotonic clock
         self._over_s: float | None = None
         self._numbers: dict[int, int] = {}  # a rank's log -> its number, which changes when a node is left out
         self._told_notices = 0
@@ -123,6 +125,7 @@ class Follower:
             try:
                 node, item = self._queue.get(timeout=TICK_S)
             except queue.Empty:
+                self._conclude_without_head()
                 self._give_up_the_silent()
                 continue
             if item is INTERRUPT:
@@ -157,10 +160,10 @@ class Follower:
     def _connection(self, node: str, item: Lost | Back | End) -> None:
         """What became of a node's connection."""
         if isinstance(item, Lost):
-            self._lost.add(node)
+            self._lost[node] = time.monotonic()
             self._emit(Notice(text=f"{node}: the connection was lost ({item.why}): connecting again, the run does not need it"))
         elif isinstance(item, Back):
-            self._lost.discard(node)
+            self._lost.pop(node, None)
             self._emit(Notice(text=f"{node}: connected again after {item.after_s:.0f} s, going on where it was"))
         elif node in self._tails:
             self._tails.pop(node).close()
@@ -176,6 +179,27 @@ class Follower:
                 )
             self.result.unheard[node] = item.why
             self._emit(Notice(text=f"{node}: given up ({item.why}): its lines are missing from here on"))
+
+    def _conclude_without_head(self) -> None:
+        """Where the head is gone for its own ranks' fellows too, the run is over, and is not waited for."""
+        others = [rank for node, ranks in self._run.ranks.items() if node != self._head for rank in ranks]
+        ends = [self.result.exits[rank]["ended_by"] for rank in others if rank in self.result.exits]
+        is_over = bool(others) and len(ends) == len(others) and any(end in HEADLESS for end in ends)
+        lost_s = time.monotonic() - self._lost.get(self._head, float("inf"))
+        if self._over_s is not None or lost_s < HEAD_LIMIT_S or not is_over:
+            return
+        reason = f"{self._head} cannot be reached, and the ranks on the other nodes ended because they had lost it too"
+        self.result.status = {**self.result.status, "state": "lost", "reason": reason}
+        self._record.write("status.json", self.result.status)
+        self.result.unheard[self._head] = "it cannot be reached"
+        self._tails.pop(self._head).close()
+        self._end()
+
+    def _end(self) -> None:
+        """The run is over: the nodes send what is there and end, however their ranks died."""
+        self._over_s = time.monotonic()
+        for tail in self._tails.values():
+            tail.drain()
 
     def _give_up_the_silent(self) -> None:
         """When the run is over, a node that is gone is not waited for."""
@@ -195,7 +219,9 @@ class Follower:
         if "data" in item:
             self._log(node, item["file"], item["offset"], item["data"].encode("latin-1"))
         elif "rank" in item:
-            self._numbers[item["rank"].get("log", item["rank"]["rank"])] = item["rank"]["rank"]
+            log = item["rank"].get("log", item["rank"]["rank"])
+            self._numbers[log] = item["rank"]["rank"]
+            self.result.exits.pop(log, None)  # of an earlier attempt; that of this one follows
         elif "exit" in item:
             log = item["exit"].get("log", item["exit"]["rank"])
             self.result.exits[log] = item["exit"]
@@ -208,9 +234,7 @@ class Follower:
                 self._emit(Notice(text=text))
             self._told_notices = len(notices)
             if item["status"]["state"] in FINAL_STATES and self._over_s is None:
-                self._over_s = time.monotonic()
-                for tail in self._tails.values():  # they send what is there and end, however their ranks died
-                    tail.drain()
+                self._end()
 
     def _log(self, node: str, name: str, offset: int, data: bytes) -> None:
         known = self._known.get(name, 0)

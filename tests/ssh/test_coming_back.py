@@ -190,6 +190,18 @@ def test_ctrl_c_while_the_head_cannot_be_reached(
             again.terminate()
 
 
+def test_the_head_dies(
+    start: Callable[..., Started], inventory: Path, tmp_path: Path, nodes: list[SshdNode], sshd_factory: SshdNodes
+) -> None:
+    """All of node0 is gone at once: the ranks on node1 end without it, and `up` says that the run is lost, and does not wait."""
+    up = start("up", inventory, "--", script(tmp_path, TICKS), str(tmp_path / "never"), "100")
+    up.until("r1] tick 10")
+    sshd_factory.stop(nodes[0])
+    assert up.ended() == 1, up.text
+    assert "lost: node0 cannot be reached, and the ranks on the other nodes ended because they had lost it too" in up.text
+    assert "node0: could not be asked what is left" in up.text and "Traceback" not in up.text
+
+
 def below(node: SshdNode, pid: int) -> list[Any]:
     """The processes that live below one of a node's."""
     found, parents = [], [pid]
