@@ -14,6 +14,7 @@ from orchestrator.errors import PreflightError
 Flavour = Literal["impi", "mpich", "openmpi"]
 
 LAUNCH_VARIABLE = "CLUSTER_TRAIN_LAUNCH"
+RUN_VARIABLE = "CLUSTER_TRAIN_RUN_ID"  # by which every process of a run is found, see remote/processes.py
 SCRATCH = "/dev/shm/cluster-train-"  # + the run's id: see remote/scratch.py
 PROGRAM: Mapping[Flavour, str] = {
     "impi": "mpiexec.hydra",  # the `mpirun` beside it is a shell script that runs it as a child: one more process to lose
@@ -65,9 +66,14 @@ class MpiRequest:
     command: tuple[str, ...]
 
     @property
+    def run_id(self) -> str:
+        """The run's name."""
+        return self.run_dir.rsplit("/", 1)[-1]
+
+    @property
     def scratch(self) -> str:
         """The run's directory in each machine's memory."""
-        return SCRATCH + self.run_dir.rsplit("/", 1)[-1]
+        return SCRATCH + self.run_id
 
 
 def mpi_command(request: MpiRequest) -> MpiCommand:
@@ -99,7 +105,7 @@ def _hydra(request: MpiRequest) -> MpiCommand:
         hostfile="".join(f"{_bracketed(host)}:{count}\n" for host, count in request.hosts),
         argv=(*argv, *request.command),
         env=env,
-        proxy_env=topology,
+        proxy_env={RUN_VARIABLE: request.run_id, **topology},
     )
 
 

@@ -20,7 +20,7 @@ from test_interrupted_provision import complete_environments, is_building, large
 pytestmark = pytest.mark.stack
 
 LIMIT_S = 120.0
-GONE_LIMIT_S = 15.0
+GONE_LIMIT_S = 3.0
 STUBBORN = """
 import signal, time
 for name in ("SIGTERM", "SIGINT", "SIGHUP"):

@@ -32,6 +32,7 @@ def test_intel_mpi_with_equal_nodes_is_the_guides_line() -> None:
         *("/r/envs/e/bin/python", "/r/agent/a/rank.py"),
     )
     assert made.env == {"I_MPI_PIN": "0", "I_MPI_JOB_ABORT_SIGNAL": "1"}
+    assert made.proxy_env == {"CLUSTER_TRAIN_RUN_ID": "1"}
 
 
 def test_unequal_nodes_take_their_counts_from_the_hostfile() -> None:
@@ -47,8 +48,9 @@ def test_mpich_reads_unequal_counts_from_its_own_option() -> None:
     made = mpi_command(replace(REQUEST, flavour="mpich", hosts=(("a", 1), ("b", 2))))
     assert made.argv[1:5] == ("-f", "/r/runs/1/hostfile", "-n", "3")
     assert "-ppn" not in made.argv
-    assert made.env == {"UCX_POSIX_DIR": "/dev/shm/cluster-train-1", **made.proxy_env}
-    assert made.proxy_env == {"HWLOC_XMLFILE": "/dev/shm/cluster-train-1/none.xml"}
+    topology = {"HWLOC_XMLFILE": "/dev/shm/cluster-train-1/none.xml"}
+    assert made.env == {"UCX_POSIX_DIR": "/dev/shm/cluster-train-1", **topology}
+    assert made.proxy_env == {"CLUSTER_TRAIN_RUN_ID": "1", **topology}
 
 
 def test_one_machine_needs_no_ssh() -> None:
