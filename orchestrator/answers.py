@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.actions.attend import Outcome
-from orchestrator.actions.provision import Provisioned
 from orchestrator.planning.launch import LaunchPlan
 from orchestrator.planning.progress import Progress
 from orchestrator.planning.script import by_hand, mpirun_line, placement_table
@@ -69,25 +68,6 @@ def dry_run_result(inventory: Inventory, plan: LaunchPlan) -> Result:
         "script": script,
     }
     return Result(document=document, text="\n".join(text))
-
-
-def changes_text(done: Provisioned) -> str:
-    """What was brought to each node, from where, and how long it took; empty where nothing had to be done."""
-    if not done.changes:
-        return ""
-    rows = [("node", "wheels", "from", "copied in", "installed in")]
-    for change in done.changes:
-        got = change.delivery
-        rows.append(
-            (
-                change.node,
-                f"{got.wheels}, {got.size_bytes / 1e6:.0f} MB" if got.wheels else "had them",
-                (got.sender or "here") if got.wheels else "",
-                f"{got.seconds:.1f} s" if got.wheels else "",
-                f"{change.install_s:.1f} s",
-            )
-        )
-    return table(rows) + "\n"
 
 
 def status_text(found: Mapping[str, Any]) -> str:

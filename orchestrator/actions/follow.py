@@ -14,10 +14,10 @@ from orchestrator.errors import NodeError, UnreachableError
 from orchestrator.nodes.fleet import Fleet
 from orchestrator.planning.loglines import LineSplitter, Piece
 from orchestrator.planning.logview import LogView
+from orchestrator.planning.verdict import FINAL_STATES
 from orchestrator.specs.events import Emit, LogText, Notice
 
 INTERRUPT = object()
-FINAL_STATES = frozenset({"succeeded", "failed", "stopped", "lost"})
 TICK_S = 0.5
 # Once the run is over: how long a node may say nothing before it is given up, and one that the head has lost too.
 SILENT_LIMIT_S = 30.0

@@ -6,13 +6,15 @@ import json
 import secrets
 import time
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from orchestrator.actions import agent
 from orchestrator.errors import PreflightError
 from orchestrator.nodes.transport import Transport, run
-from orchestrator.planning.launch import LaunchPlan
 from orchestrator.planning.mpirun import Flavour
+
+if TYPE_CHECKING:  # its planning is no part of asking for runs
+    from orchestrator.planning.launch import LaunchPlan
 
 START_TIMEOUT_S = 60
 

@@ -9,13 +9,13 @@ from functools import partial
 from typing import Any
 
 from orchestrator.actions import agent, launch
-from orchestrator.actions.follow import FINAL_STATES
 from orchestrator.actions.probe import interpreter
 from orchestrator.errors import CommandError, PreflightError
 from orchestrator.nodes.fleet import Fleet
 from orchestrator.nodes.transport import Transport
 from orchestrator.planning.compat import StackChoice
 from orchestrator.planning.drift import Comparison, Environment, compare, launcher
+from orchestrator.planning.verdict import FINAL_STATES
 from orchestrator.specs.events import Emit, Step
 from orchestrator.specs.facts import NodeFacts
 from orchestrator.specs.inventory import Inventory

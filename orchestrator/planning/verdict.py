@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+FINAL_STATES = frozenset({"succeeded", "failed", "stopped", "lost"})
 SHOWN_LINES = 20
 
 

@@ -38,7 +38,6 @@ import yaml  # noqa: E402
 from slow_link import SlowLink, SlowTransport  # noqa: E402
 from sshd import SshdNode, SshdNodes  # noqa: E402
 
-from orchestrator import engine  # noqa: E402
 from orchestrator.actions import agent  # noqa: E402
 from orchestrator.actions.carry import Carrier, cargo_of  # noqa: E402
 from orchestrator.actions.inventory_file import load_inventory  # noqa: E402
@@ -46,6 +45,7 @@ from orchestrator.actions.probe import probe  # noqa: E402
 from orchestrator.actions.provision import choose  # noqa: E402
 from orchestrator.actions.resolve import wheel_path  # noqa: E402
 from orchestrator.actions.trust import authorize_head  # noqa: E402
+from orchestrator.engine.reach import connected  # noqa: E402
 from orchestrator.nodes.fleet import Fleet  # noqa: E402
 from orchestrator.nodes.transport import Transport  # noqa: E402
 from orchestrator.specs.facts import NodeFacts  # noqa: E402
@@ -132,7 +132,7 @@ def many(nodes: Sequence[SshdNode], scratch: Path) -> None:
     root = scratch / "root"
     inventory = write_inventory(scratch / "many.yml", nodes, root=str(root))
     loaded = load_inventory(inventory)
-    with engine.connected(loaded) as fleet:
+    with connected(loaded) as fleet:
         lock, _ = choose(loaded, probe(fleet, loaded), lambda event: None, fetch=False)
     (root / "envs" / lock.digest).mkdir(parents=True)
     (root / "envs" / lock.digest / "complete.json").write_text(json.dumps({"versions": {}}))
@@ -156,7 +156,7 @@ def fan_out(nodes: Sequence[SshdNode], scratch: Path) -> None:
     """The same wheels for many nodes, each with a home and a root of its own."""
     inventory = load_inventory(write_inventory(scratch / "fan-out.yml", nodes))
     endpoints = [Endpoint(node=f"node{index}", address=node.host, interface="lo") for index, node in enumerate(nodes)]
-    with patch.dict(os.environ, {"XDG_CACHE_HOME": str(scratch / "cache")}), engine.connected(inventory) as real:
+    with patch.dict(os.environ, {"XDG_CACHE_HOME": str(scratch / "cache")}), connected(inventory) as real:
         for rate, label in ((None, "over loopback"), (SLOW_BYTES_S, f"behind {SLOW_BYTES_S / 1e6:.0f} MB/s")):
             link = SlowLink(rate) if rate else None
             transports = real.transports.items()

@@ -19,7 +19,7 @@ from sshd import NodeProcess, SshdNode, SshdNodes, can_mount
 from orchestrator.actions.inventory_file import load_inventory
 from orchestrator.actions.probe import probe
 from orchestrator.actions.provision import provision
-from orchestrator.engine import connected
+from orchestrator.engine.reach import connected
 from orchestrator.errors import FleetError
 
 pytestmark = pytest.mark.stack

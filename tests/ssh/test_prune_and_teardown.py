@@ -13,7 +13,8 @@ from sshd import SshdNodes, can_mount
 
 from orchestrator.actions import agent
 from orchestrator.actions.inventory_file import load_inventory
-from orchestrator.engine import connected, teardown
+from orchestrator.engine.reach import connected
+from orchestrator.engine.survey import teardown
 from orchestrator.specs.events import Event, Notice
 
 pytestmark = pytest.mark.stack

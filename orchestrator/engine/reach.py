@@ -1,0 +1,43 @@
+"""The nodes of an inventory, reached and asked what they are: what all use cases begin with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from orchestrator.actions.probe import probe
+from orchestrator.nodes.fleet import Fleet, connect
+from orchestrator.specs.events import Emit, Step
+from orchestrator.specs.facts import NodeFacts
+from orchestrator.specs.inventory import Inventory
+
+
+@contextmanager
+def connected(inventory: Inventory, *, head_only: bool = False, needs_all: bool = True) -> Iterator[Fleet]:
+    """The inventory's nodes, connected, and dropped at the end; without `needs_all` those that answer, the head at least."""
+    fleet = connect(inventory, inventory.nodes[:1] if head_only else None, needs_all=needs_all)
+    try:
+        yield fleet
+    finally:
+        fleet.close()
+
+
+def probed(fleet: Fleet, inventory: Inventory, emit: Emit) -> tuple[NodeFacts, ...]:
+    """Ask every node what it is, and tell. Raises FleetError naming those that do not answer."""
+    nodes = probe(fleet, inventory)
+    tell(fleet, nodes, emit)
+    return nodes
+
+
+def tell(fleet: Fleet, nodes: Sequence[NodeFacts], emit: Emit) -> None:
+    """Tell what the nodes are, one line each."""
+    for node in nodes:
+        cores = len({cpu.core for cpu in node.cpu.logical})
+        sockets = len({cpu.socket for cpu in node.cpu.logical})
+        way = "this machine" if fleet.transports[node.name].is_local else "over SSH"
+        emit(
+            Step(
+                node=node.name,
+                text=f"{node.hostname}, {sockets} sockets, {cores} cores, Python {node.python.version}, {way}",
+            )
+        )
