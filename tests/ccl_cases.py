@@ -1,0 +1,40 @@
+"""What the conformance tests of the `ccl` backend try; read by the tests and by the ranks (no torch here)."""
+
+SIZES = (2, 3, 4)
+INTEGERS = ("uint8", "int8", "int16", "int32", "int64", "uint16", "uint32", "uint64")
+FLOATS = ("float16", "bfloat16", "float32", "float64")
+COMPLEX = ("complex64", "complex128")
+DTYPES = (*INTEGERS, *FLOATS, *COMPLEX, "bool")
+
+REDUCTIONS = tuple(
+    f"{name}_{kind}" for name in ("all_reduce", "reduce", "reduce_scatter") for kind in ("SUM", "AVG", "MIN", "MAX", "PRODUCT")
+)
+BITWISE = tuple(f"{name}_{kind}" for name in ("all_reduce", "reduce", "reduce_scatter") for kind in ("BAND", "BOR", "BXOR"))
+SHAPES = ("all_reduce_scalar", "all_reduce_empty", "all_reduce_strided", "broadcast_scalar", "broadcast_empty", "broadcast_strided")
+FORMS = ("all_reduce_coalesced", "reduce_scatter_tensor", "reduce_scatter_uneven", "all_reduce_premultiplied")
+MOVEMENTS = (
+    *("broadcast", "all_gather", "all_gather_uneven", "all_gather_into_tensor", "all_gather_in_place", "all_gather_strided"),
+    *("all_gather_coalesced", "gather", "scatter", "all_to_all", "all_to_all_single", "all_to_all_uneven"),
+    *("send_and_receive", "receive_from_any"),
+)
+OPERATIONS = (*REDUCTIONS, *BITWISE, *SHAPES, *FORMS, *MOVEMENTS)
+SUMS = ("SUM", "scalar", "empty", "strided", "coalesced", "reduce_scatter_tensor", "reduce_scatter_uneven", "premultiplied")
+
+
+def is_refused(operation: str, dtype: str) -> bool:
+    """Whether no backend could give this a meaning: NotImplementedError is the right answer."""
+    kind = operation.rpartition("_")[2]
+    if kind in ("BAND", "BOR", "BXOR"):
+        return dtype in FLOATS + COMPLEX
+    if kind in ("MIN", "MAX", "PRODUCT"):
+        return dtype in COMPLEX
+    if kind == "AVG" or operation == "all_reduce_premultiplied":
+        return dtype == "bool"
+    return False
+
+
+def is_exact(operation: str, dtype: str, size: int) -> bool:
+    """Whether the result must be the same to the bit: no rounding, or one addition that everybody rounds alike."""
+    if dtype in INTEGERS or dtype == "bool" or operation in MOVEMENTS or operation.startswith("broadcast"):
+        return True
+    return operation.endswith(("_MIN", "_MAX")) or (size == 2 and operation.endswith(SUMS))
