@@ -552,7 +552,7 @@ class ProcessGroupCCL(dist.ProcessGroup):
     # Messages between two ranks.
 
     def send(self, tensors, destination, tag=0):
-        return self._messages.send(tensors, destination, tag)
+        return self._messages.send([_packed(tensor) for tensor in _dense(tensors)], destination, tag)
 
     def recv(self, tensors, source, tag=0):
         return self._messages.recv(tensors, source, tag)
@@ -663,6 +663,8 @@ def _refuse_reduction(name, tensor, kind):
         has = tensor.dtype != torch.complex32 and kind in (KIND.SUM, KIND.AVG, KIND.PREMUL_SUM)
     elif kind in BITWISE:
         has = not tensor.is_floating_point()
+    elif kind == KIND.AVG:
+        has = has and tensor.is_floating_point()  # the sum of integers may not fit their type
     if not has:
         what = "sparse tensors" if tensor.layout != torch.strided else tensor.dtype
         raise NotImplementedError("%s: the backend ccl has no %s of %s" % (name, kind.name, what))
@@ -687,7 +689,7 @@ def _form(tensor, kind, factor):
 def _take(tensor, form, kind, size):
     """Put the reduced form into the tensor."""
     if kind == KIND.AVG:
-        form.div_(size, rounding_mode=None if form.is_floating_point() else "trunc")
+        form.div_(size)
     if form.data_ptr() == tensor.data_ptr():
         return
     if tensor.dtype == torch.bool:
