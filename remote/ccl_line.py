@@ -125,6 +125,7 @@ class Line:
         self._thread = self._watch = None
         self._starting = threading.Lock()
         self._groups = []
+        self._is_watched = True
         self.running = None
         self.broken = None  # the error after which nothing runs any more
 
@@ -137,6 +138,12 @@ class Line:
                 self._watch = threading.Thread(target=self._look, name="ccl-watch", daemon=True)
                 self._thread.start()
                 self._watch.start()
+
+    def stop_watch(self):
+        """At the end: a thread that is inside of torch when the interpreter ends takes the process down."""
+        self._is_watched = False
+        if self._watch is not None:
+            self._watch.join(2 * LOOK_S)
 
     def issue(self, operation):
         """Put an operation at the end of the line."""
@@ -174,7 +181,7 @@ class Line:
         self.running = before
 
     def _look(self):
-        while self.broken is None:
+        while self.broken is None and self._is_watched:
             time.sleep(min([LOOK_S] + [group.limit_s / 5 for group in self._groups]))
             operation = self.running
             try:

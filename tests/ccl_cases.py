@@ -11,7 +11,14 @@ REDUCTIONS = tuple(
     f"{name}_{kind}" for name in ("all_reduce", "reduce", "reduce_scatter") for kind in ("SUM", "AVG", "MIN", "MAX", "PRODUCT")
 )
 BITWISE = tuple(f"{name}_{kind}" for name in ("all_reduce", "reduce", "reduce_scatter") for kind in ("BAND", "BOR", "BXOR"))
-SHAPES = ("all_reduce_scalar", "all_reduce_empty", "all_reduce_strided", "broadcast_scalar", "broadcast_empty", "broadcast_strided")
+SHAPES = (
+    "all_reduce_scalar",
+    "all_reduce_empty",
+    "all_reduce_strided",
+    "broadcast_scalar",
+    "broadcast_empty",
+    "broadcast_strided",
+)
 FORMS = ("all_reduce_coalesced", "reduce_scatter_tensor", "reduce_scatter_uneven", "all_reduce_premultiplied")
 MOVEMENTS = (
     *("broadcast", "all_gather", "all_gather_uneven", "all_gather_into_tensor", "all_gather_in_place", "all_gather_strided"),

@@ -9,6 +9,7 @@ import json
 import os
 import sys
 from datetime import timedelta
+from pathlib import Path
 
 import ccl
 import ccl_cases
@@ -57,7 +58,9 @@ def reduced(tensors, kind, factor=None):
     for tensor in tensors[1:]:
         total = FOLDS[kind](total, wide(tensor) * (1 if factor is None else factor))
     if kind == "AVG":
-        total = total / SIZE if tensors[0].is_floating_point() or tensors[0].is_complex() else total.div(SIZE, rounding_mode="trunc")
+        total = (
+            total / SIZE if tensors[0].is_floating_point() or tensors[0].is_complex() else total.div(SIZE, rounding_mode="trunc")
+        )
     return total.ne(0) if tensors[0].dtype == torch.bool else total.to(tensors[0].dtype)
 
 
@@ -152,7 +155,7 @@ def all_gather_coalesced(dtype, group):
     given = [[values(dtype, rank, (salt + 1, 5), salt) for salt in range(3)] for rank in range(SIZE)]
     outputs = [[torch.empty_like(one) for one in of_rank] for of_rank in given]
     dist.all_gather_coalesced(outputs, given[RANK], group=group)
-    return sum(outputs, []), sum(given, [])
+    return [one for of_rank in outputs for one in of_rank], [one for of_rank in given for one in of_rank]
 
 
 def gather(dtype, group):
@@ -218,7 +221,7 @@ def run(operation, dtype, group):
 
 
 def comparison(got, expected, dtype):
-    """"equal", "close" or "differs"."""
+    """ "equal", "close" or "differs"."""
     if any(a.shape != b.shape or a.dtype != b.dtype for a, b in zip(got, expected, strict=True)):
         return "differs"
     pairs = [(wide(a), wide(b)) for a, b in zip(got, expected, strict=True)]
@@ -235,9 +238,9 @@ def judge(operation, dtype, group):
         got, expected = run(operation, dtype, group)
     except (RuntimeError, ValueError, NotImplementedError) as error:
         kind = "refused" if isinstance(error, NotImplementedError) else "failed"
-        return None, "%s: %s" % (kind, str(error).strip().splitlines()[0])
+        return None, f"{kind}: {str(error).strip().splitlines()[0]}"
     verdict = comparison(got, expected, dtype)
-    return got, verdict if verdict != "differs" else "wrong: %s instead of %s" % (got, expected)
+    return got, verdict if verdict != "differs" else f"wrong: {got} instead of {expected}"
 
 
 def main():
@@ -252,8 +255,7 @@ def main():
             theirs, other = judge(operation, dtype, gloo)
             same = comparison(ours, theirs, dtype) if ours is not None and theirs is not None else None
             report[f"{operation} {dtype}"] = {"ccl": verdict, "gloo": other, "same": same}
-    with open(os.path.join(sys.argv[1], f"{RANK}.json"), "w") as file:
-        json.dump(report, file)
+    Path(sys.argv[1], f"{RANK}.json").write_text(json.dumps(report))
     dist.destroy_process_group()
 
 
