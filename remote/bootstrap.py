@@ -24,6 +24,7 @@ import faulthandler
 import functools
 import importlib
 import importlib.machinery
+import importlib.util
 import json
 import os
 import re
@@ -39,6 +40,8 @@ TRAINER_TIMEOUT_S = 1800  # TrainingArguments' own: nobody has chosen it
 RESUME_VARIABLE = "CLUSTER_TRAIN_RESUME"
 CPU_BACKENDS = ("ccl", "gloo", "mpi")
 CCL_BINDINGS = ("oneccl_bindings_for_pytorch", "torch_ccl")  # the package's names since 1.12 and before
+OWN_CCL = "ccl_group"  # our module beside this file, for a torch that has no such package
+ONECCL = "cluster_train_oneccl"  # the libraries that it needs
 IPEX = "intel_extension_for_pytorch"
 IN_CHILD = "cluster_train_child"  # the name under which a process of multiprocessing runs this file
 
@@ -87,7 +90,9 @@ def run(script, argv):
     try:
         with open(script, "rb") as file:
             exec(compile(file.read(), script, "exec", dont_inherit=True), vars(module))
-    except BaseException:
+    except BaseException as error:
+        if isinstance(error, SystemExit) and error.code not in (None, 0) and OWN_CCL in sys.modules:
+            sys.modules[OWN_CCL].fail(error.code if isinstance(error.code, int) else 1)
         # Only the interpreter knows how each kind of exception ends a process (SystemExit by its code, KeyboardInterrupt by
         # a signal), so it goes on from here; whoever shows the traceback is given it without the frames of this file.
         shown = sys.excepthook
@@ -147,11 +152,23 @@ def register_backend(name):
     """
     for provider in CCL_BINDINGS if name == "ccl" else ():
         try:
-            importlib.import_module(provider)
-            return
+            if not isinstance(importlib.import_module(provider), StandIn):
+                return
         except ModuleNotFoundError as error:
             if error.name != provider:
                 raise  # it is installed, and something that it needs is not
+    if name == "ccl" and (importlib.util.find_spec(ONECCL) or "CLUSTER_TRAIN_ONECCL" in os.environ):
+        _beside_this_file(OWN_CCL).register()
+
+
+def _beside_this_file(name):
+    """One of our modules; the script's directory has gone before this one on the path."""
+    directory = os.path.dirname(os.path.abspath(__file__))
+    sys.path.insert(0, directory)
+    try:
+        return importlib.import_module(name)
+    finally:
+        sys.path.remove(directory)
 
 
 def _or_effective(name):

@@ -1,4 +1,4 @@
-"""How a process with `ccl` groups leaves its job: with everybody, or at once. For ccl.py; needs torch >= 2.9.
+"""How a process with `ccl` groups leaves its job: with everybody, or at once. For ccl_group.py; needs torch >= 2.9.
 
 MPI's end waits for all ranks and spins meanwhile, and never comes where a rank has failed. So the ranks first agree, by
 their store, that all of them are at their ends.
@@ -9,7 +9,7 @@ import os
 import sys
 import time
 
-import oneccl
+import ccl_library
 import torch.distributed as dist
 from ccl_line import LINE
 
@@ -40,7 +40,7 @@ class Session:
     def start_mpi(self):
         if not self._has_tried:
             self._has_tried = True
-            self._owns_mpi = oneccl.start_mpi()
+            self._owns_mpi = ccl_library.start_mpi()
 
     def leave(self):
         """At the interpreter's end: with everybody through MPI_Finalize, or at once where somebody failed."""
@@ -51,9 +51,9 @@ class Session:
         everybody = LINE.broken is None and self._everybody_leaves()
         LINE.stop_watch()
         if self._owns_mpi:
-            if everybody and oneccl.mpi_world_size() == self.groups[0].size():
-                oneccl.stop_mpi()
-            oneccl.leave_with_exit_code()
+            if everybody and ccl_library.mpi_world_size() == self.groups[0].size():
+                ccl_library.stop_mpi()
+            ccl_library.leave_with_exit_code()
 
     def _leave_at_once(self):
         """Nothing of what these libraries do at an end: it waits for ranks that wait for this one."""

@@ -1,31 +1,36 @@
-"""Tensors as oneCCL takes them: contiguous, of a type that it knows, and their reductions. For ccl.py; needs torch >= 2.9."""
+"""Tensors as oneCCL takes them: contiguous, of a type that it knows, and their reductions. Needs torch >= 2.9."""
 
-import oneccl
+import ccl_library
 import torch
 import torch.distributed as dist
 
 KIND = dist.ReduceOp.RedOpType
 BITWISE = {KIND.BAND: torch.bitwise_and, KIND.BOR: torch.bitwise_or, KIND.BXOR: torch.bitwise_xor}
 ARITHMETIC = {
-    KIND.SUM: oneccl.SUM,
-    KIND.AVG: oneccl.SUM,
-    KIND.PREMUL_SUM: oneccl.SUM,
-    KIND.PRODUCT: oneccl.PROD,
-    KIND.MIN: oneccl.MIN,
-    KIND.MAX: oneccl.MAX,
+    KIND.SUM: ccl_library.SUM,
+    KIND.AVG: ccl_library.SUM,
+    KIND.PREMUL_SUM: ccl_library.SUM,
+    KIND.PRODUCT: ccl_library.PROD,
+    KIND.MIN: ccl_library.MIN,
+    KIND.MAX: ccl_library.MAX,
 }
-LOGICAL = {KIND.SUM: oneccl.MAX, KIND.PRODUCT: oneccl.MIN, KIND.MIN: oneccl.MIN, KIND.MAX: oneccl.MAX}  # of bool
+LOGICAL = {
+    KIND.SUM: ccl_library.MAX,
+    KIND.PRODUCT: ccl_library.MIN,
+    KIND.MIN: ccl_library.MIN,
+    KIND.MAX: ccl_library.MAX,
+}  # of bool
 CODES = {
-    torch.int8: oneccl.INT8,
-    torch.uint8: oneccl.UINT8,
-    torch.int32: oneccl.INT32,
-    torch.uint32: oneccl.UINT32,
-    torch.int64: oneccl.INT64,
-    torch.uint64: oneccl.UINT64,
-    torch.float16: oneccl.FLOAT16,
-    torch.float32: oneccl.FLOAT32,
-    torch.float64: oneccl.FLOAT64,
-    torch.bfloat16: oneccl.BFLOAT16,
+    torch.int8: ccl_library.INT8,
+    torch.uint8: ccl_library.UINT8,
+    torch.int32: ccl_library.INT32,
+    torch.uint32: ccl_library.UINT32,
+    torch.int64: ccl_library.INT64,
+    torch.uint64: ccl_library.UINT64,
+    torch.float16: ccl_library.FLOAT16,
+    torch.float32: ccl_library.FLOAT32,
+    torch.float64: ccl_library.FLOAT64,
+    torch.bfloat16: ccl_library.BFLOAT16,
 }
 WIDENED = {torch.int16: torch.int32, torch.uint16: torch.int32}  # oneCCL has no type of 16 bits; wraps around as it should
 
@@ -69,8 +74,8 @@ def span(packed):
     """(address, count, code, width) of a contiguous tensor that is only moved."""
     size_bytes = packed.numel() * packed.element_size()
     if size_bytes % 8 == 0:
-        return packed.data_ptr(), size_bytes // 8, oneccl.INT64, 8
-    return packed.data_ptr(), size_bytes, oneccl.UINT8, 1
+        return packed.data_ptr(), size_bytes // 8, ccl_library.INT64, 8
+    return packed.data_ptr(), size_bytes, ccl_library.UINT8, 1
 
 
 def split(name, tensor, sizes, parts):

@@ -11,8 +11,8 @@ import sys
 from datetime import timedelta
 from pathlib import Path
 
-import ccl
 import ccl_cases
+import ccl_group
 import torch
 import torch.distributed as dist
 
@@ -245,7 +245,7 @@ def judge(operation, dtype, group):
 
 def main():
     os.environ.update(RANK=str(RANK), WORLD_SIZE=str(SIZE))
-    ccl.register()
+    ccl_group.register()
     dist.init_process_group("ccl", timeout=timedelta(seconds=120))
     gloo = dist.new_group(backend="gloo")
     report = {}

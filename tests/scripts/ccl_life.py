@@ -6,7 +6,7 @@ import sys
 import time
 from datetime import timedelta
 
-import ccl
+import ccl_group
 import torch
 import torch.distributed as dist
 
@@ -135,7 +135,7 @@ def has_overlapping_groups():
 
 def main():
     os.environ.update(RANK=str(RANK), WORLD_SIZE=str(SIZE))
-    ccl.register()
+    ccl_group.register()
     dist.init_process_group("ccl", timeout=LIMIT)
     globals()[sys.argv[1]]()
 

@@ -9,7 +9,7 @@ import sys
 from datetime import timedelta
 from pathlib import Path
 
-import ccl
+import ccl_group
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as checkpoint
@@ -67,7 +67,7 @@ def distributed(**options):
 
 def hooked(hook):
     model = distributed()
-    model.register_comm_hook(None, hook)
+    model.register_comm_hook(None, lambda state, bucket: hook(state, bucket))  # torch knows bf16's by its name, and wants a GPU
     return train(model)
 
 
@@ -93,7 +93,7 @@ def main():
     directory, backend = Path(sys.argv[1]), sys.argv[2]
     os.environ.update(RANK=str(RANK), WORLD_SIZE=str(SIZE))
     if backend == "ccl":
-        ccl.register()
+        ccl_group.register()
     dist.init_process_group(backend, timeout=timedelta(seconds=120))
     ends = {
         "plain": weights(train(distributed())),

@@ -1,4 +1,4 @@
-"""oneCCL's C API for tensors in host memory, by ctypes; needs nothing but the libraries, and is used by ccl.py.
+"""oneCCL's C API for tensors in host memory, by ctypes; needs nothing but the libraries, and is used by ccl_group.py.
 
 The API is that of <oneapi/ccl.h> 2022: libccl.so.2 hands each call on to libccl_legacy_cpu.so, which needs libccl.so.1 (the
 build without SYCL) and, for the transport, Intel MPI. All five libraries are loaded here by their paths, so that neither

@@ -1,6 +1,6 @@
 """The torch.distributed backend `ccl` for tensors in host memory: collectives by oneCCL, for torch >= 2.9, Python >= 3.10.
 
-    import ccl; ccl.register(); torch.distributed.init_process_group("ccl")
+    import ccl_group; ccl_group.register(); torch.distributed.init_process_group("ccl")
 
 The ranks must have been started by the mpirun of Intel MPI or MPICH. What oneCCL lacks is made of what it has: averages
 (a sum, then divided), bit operations (gathered, then combined here), gather, scatter and uneven exchanges (messages between
@@ -12,9 +12,9 @@ import functools
 import json
 import threading
 
+import ccl_library
 import ccl_line
 import ccl_tensors
-import oneccl
 import torch
 import torch.distributed as dist
 from ccl_line import LINE
@@ -30,7 +30,7 @@ BROADCAST, GATHER, SCATTER, BARRIER = dist.BroadcastOptions(), dist.GatherOption
 
 def register():
     """Make torch.distributed know the backend; raises OneCCLError where oneCCL cannot be loaded."""
-    oneccl.load()
+    ccl_library.load()
     if not hasattr(dist.Backend, NAME.upper()):
         dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu"])
 
@@ -79,17 +79,28 @@ class ProcessGroupCCL(dist.ProcessGroup):
             self._communicator = Alone()
             return
         SESSION.start_mpi()
-        started = oneccl.mpi_world_size()
+        started = ccl_library.mpi_world_size()
         if started < self.size():
-            raise oneccl.OneCCLError(
+            raise ccl_library.OneCCLError(
                 "mpirun started %d ranks, the group has %d: start them with Intel MPI's or MPICH's mpirun"
                 % (started, self.size())
             )
         if self.rank() == 0:
-            self._store.set("unique_id", oneccl.unique_id())
-        self._communicator = oneccl.Communicator(self.size(), self._store.get("unique_id"), self.rank())
+            self._store.set("unique_id", ccl_library.unique_id())
+        self._communicator = ccl_library.Communicator(self.size(), self._store.get("unique_id"), self.rank())
 
-    # What torch asks of a group.
+    # What torch asks of a group, and of its backend, which is the group itself.
+
+    supports_splitting = supports_coalescing = supports_time_estimate = False
+
+    def _get_backend(self, device):
+        return self
+
+    @property
+    def options(self):
+        options = dist.ProcessGroupGloo._Options()
+        options._timeout = self._timeout
+        return options
 
     def getBackendName(self):
         return NAME
@@ -521,7 +532,7 @@ class ProcessGroupCCL(dist.ProcessGroup):
         result = torch.empty_like(packed)
         address, count, code, _ = ccl_tensors.span(packed)
         if count % self.size():  # counted in eights of bytes it does not divide
-            address, count, code = packed.data_ptr(), packed.numel() * packed.element_size(), oneccl.UINT8
+            address, count, code = packed.data_ptr(), packed.numel() * packed.element_size(), ccl_library.UINT8
         if count:
             self._communicator.all_to_all(address, result.data_ptr(), count // self.size(), code)
         return result
@@ -552,7 +563,7 @@ class ProcessGroupCCL(dist.ProcessGroup):
 
     def barrier(self, opts=BARRIER):
         one = torch.ones(1)
-        return self._issue("barrier", lambda: self._all_reduce_form(one, oneccl.SUM), [], opts)
+        return self._issue("barrier", lambda: self._all_reduce_form(one, ccl_library.SUM), [], opts)
 
     def monitored_barrier(self, timeout=None, wait_all_ranks=False):
         """A barrier; every barrier of this backend names the ranks that did not come."""
@@ -581,7 +592,7 @@ class Alone:
     reduce = broadcast = all_reduce
 
     def _copy(self, send, receive, count, code, *_):
-        oneccl.copy(send, receive, count, code)
+        ccl_library.copy(send, receive, count, code)
 
     reduce_scatter = all_gather = all_to_all = _copy
 
