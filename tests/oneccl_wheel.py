@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from orchestrator.actions import oneccl
-from orchestrator.planning.compat import facts
+from orchestrator.planning.compat import ONECCL
 
 DOWNLOAD_LIMIT_S = 600
 
@@ -26,18 +26,25 @@ def libraries() -> Path:
             temporary = cache / f"{unpacked.name}.{os.getpid()}"
             wheel.extractall(temporary)
         temporary.replace(unpacked)
-    return unpacked / oneccl.PACKAGE / "lib"
+    return unpacked / ONECCL / "lib"
 
 
 def sources(directory: Path) -> dict[str, Path]:
     """The pinned wheels, downloaded as pip is configured."""
-    found = {}
-    for requirement in facts()["oneccl"]["files"]:
-        stem = requirement.replace("-", "_").replace("==", "-")
-        if not list(directory.glob(f"{stem}-*.whl")):
-            command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(directory), requirement]
-            done = subprocess.run(command, capture_output=True, text=True, timeout=DOWNLOAD_LIMIT_S)
-            if done.returncode:
-                pytest.skip(f"{requirement} cannot be had here: {done.stderr.strip().splitlines()[-1:]}")
-        found[requirement] = next(directory.glob(f"{stem}-*.whl"))
-    return found
+    try:
+        return oneccl.sources_in(directory)
+    except StopIteration:
+        pass  # not there yet
+    pins = directory / "requirements.txt"
+    pins.write_text(oneccl.pins())
+    command = [
+        *(sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--require-hashes"),
+        "--dest",
+        directory,
+        "-r",
+        pins,
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=DOWNLOAD_LIMIT_S)
+    if done.returncode:
+        pytest.skip(f"the wheels of oneCCL cannot be had here: {done.stderr.strip().splitlines()[-1:]}")
+    return oneccl.sources_in(directory)

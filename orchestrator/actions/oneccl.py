@@ -13,9 +13,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePosixPath
 
 from orchestrator.errors import ResolveError
-from orchestrator.planning.compat import facts
+from orchestrator.planning.compat import ONECCL, facts
 
-PACKAGE = "cluster_train_oneccl"
 LICENCES = ("LICENSE.txt", "license.txt", "third-party-programs.txt")
 
 # To import it is to load all libraries: what is missing on a node shows when its environment is verified.
@@ -48,7 +47,18 @@ Tag: py3-none-{platform}
 def filename() -> str:
     """The wheel's name."""
     row = facts()["oneccl"]
-    return f"{PACKAGE}-{row['version']}-py3-none-{row['platform']}.whl"
+    return f"{ONECCL}-{row['version']}-py3-none-{row['platform']}.whl"
+
+
+def pins() -> str:
+    """The sources as lines of a requirements file, each with its hash."""
+    return "".join(f"{one} --hash=sha256:{row['sha256']}\n" for one, row in facts()["oneccl"]["files"].items())
+
+
+def sources_in(directory: Path) -> dict[str, Path]:
+    """The wheel of each source that pip downloaded into a directory."""
+    stems = {one: one.replace("-", "_").replace("==", "-") for one in facts()["oneccl"]["files"]}
+    return {one: next(directory.glob(f"{stem}-*.whl")) for one, stem in stems.items()}
 
 
 def make_wheel(sources: Mapping[str, Path], directory: Path) -> Path:
@@ -79,17 +89,17 @@ def _put(made: zipfile.ZipFile, name: str, content: bytes) -> None:
 
 
 def _info() -> str:
-    return f"{PACKAGE}-{facts()['oneccl']['version']}.dist-info"
+    return f"{ONECCL}-{facts()['oneccl']['version']}.dist-info"
 
 
 def _content(sources: Mapping[str, Path]) -> Iterator[tuple[str, bytes]]:
     """(name, content) of each file of the wheel, in a fixed order."""
     row = facts()["oneccl"]
     words = {"version": row["version"], "platform": row["platform"], "sources": ", ".join(row["files"])}
-    yield f"{PACKAGE}/__init__.py", INIT.format(**words).encode()
+    yield f"{ONECCL}/__init__.py", INIT.format(**words).encode()
     for requirement, wanted in row["files"].items():
         with zipfile.ZipFile(sources[requirement]) as wheel:
-            yield from _taken(wheel, requirement, wanted)
+            yield from _taken(wheel, requirement, wanted["libraries"])
     yield f"{_info()}/METADATA", METADATA.format(**words).encode()
     yield f"{_info()}/WHEEL", WHEEL.format(**words).encode()
 
@@ -100,7 +110,7 @@ def _taken(wheel: zipfile.ZipFile, requirement: str, wanted: list[str]) -> Itera
         found = [name for path, name in members.items() if path.name == library and path.parent.name == "lib"]
         if not found:
             raise ResolveError(f"the wheel of {requirement} has no {library}", advice="use `backend: gloo`")
-        yield f"{PACKAGE}/lib/{library}", wheel.read(found[0])
+        yield f"{ONECCL}/lib/{library}", wheel.read(found[0])
     for path, name in sorted(members.items()):
         if path.name in LICENCES:
             yield f"{_info()}/licenses/{requirement.partition('==')[0]}/{path.name}", wheel.read(name)

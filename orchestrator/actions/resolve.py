@@ -15,14 +15,16 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from packaging.utils import canonicalize_name
 
+from orchestrator.actions import oneccl
 from orchestrator.errors import ResolveError
-from orchestrator.planning.compat import BINDINGS
+from orchestrator.planning.compat import BINDINGS, ONECCL
 from orchestrator.planning.wheels import INSTALLER, StackRequest, refuse_cuda, requirements_of
 from orchestrator.specs.lock import Lock, LockedWheel, Target
 
@@ -114,6 +116,7 @@ def _stored(path: Path) -> Lock | None:
 
 
 def _resolve(request: StackRequest) -> Lock:
+    request = _with_oneccl(request)
     with tempfile.TemporaryDirectory(prefix="cluster-train-") as scratch:
         report = Path(scratch) / "report.json"
         arguments = ["install", "--dry-run", "--ignore-installed", "--report", str(report), "--target", scratch]
@@ -127,6 +130,21 @@ def _resolve(request: StackRequest) -> Lock:
         wheels=tuple(wheel for wheel in wheels if wheel.name != INSTALLER),
         installer=next((wheel for wheel in wheels if wheel.name == INSTALLER), None),
     )
+
+
+def _with_oneccl(request: StackRequest) -> StackRequest:
+    """The request, with a directory in which our own wheel of oneCCL is found; it is made there when it is asked for first."""
+    if not any(one.startswith(f"{ONECCL.replace('_', '-')}==") for one in request.choice.requirements):
+        return request
+    made = cache_dir() / "made"
+    if not (made / oneccl.filename()).exists():
+        made.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=made, prefix=".sources-") as scratch:
+            pins = Path(scratch) / "requirements.txt"
+            pins.write_text(oneccl.pins())
+            _pip(request, ["download", "--no-deps", "--dest", scratch, "--require-hashes", "-r", str(pins)])
+            oneccl.make_wheel(oneccl.sources_in(Path(scratch)), made)
+    return replace(request, find_links=(*request.find_links, str(made)))
 
 
 def _locked(item: Mapping[str, Any]) -> LockedWheel:
@@ -167,6 +185,7 @@ def sha256_of(path: Path) -> str:
 def _fetch(request: StackRequest, wheels: Iterable[LockedWheel]) -> None:
     """Bring wheels into the cache, each checked against its hash by pip and moved to its place when whole."""
     wheels = list(wheels)
+    request = _with_oneccl(request)
     root = cache_dir() / "wheels"
     root.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=root, prefix=".fetch-") as scratch:

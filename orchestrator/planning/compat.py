@@ -19,6 +19,7 @@ from orchestrator.specs.inventory import Stack
 
 BINDINGS = "oneccl_bind_pt"
 IPEX = "intel_extension_for_pytorch"
+ONECCL = "cluster_train_oneccl"  # our wheel of the libraries that remote/ccl_group.py needs; made by actions/oneccl.py
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,6 +102,7 @@ def choose_stack(stack: Stack, *, python_version: str, machine: str, nodes: Sequ
     """
     site = _Site(python=python_version, machine=machine, nodes=tuple(nodes))
     bindings, notes = _bindings(stack, site)
+    oneccl, oneccl_notes = ([], []) if bindings else _oneccl(stack, site)
     torch = str(bindings.torch) if bindings and not pinned(stack.torch) else stack.torch
     ipex, ipex_notes = _ipex(stack, torch, machine, wanted=bool(bindings) if stack.ipex == "auto" else stack.ipex)
     requirements = [
@@ -108,6 +110,7 @@ def choose_stack(stack: Stack, *, python_version: str, machine: str, nodes: Sequ
         *_libraries(stack, with_ccl=bindings is not None, with_ipex=bool(ipex)),
         _requirement("datasets", stack.datasets),
         *([f"{BINDINGS}=={bindings.version}"] if bindings else []),
+        *oneccl,
         *ipex,
         *_numpy(torch),
         *_mpi(stack, site),
@@ -115,15 +118,16 @@ def choose_stack(stack: Stack, *, python_version: str, machine: str, nodes: Sequ
     ]
     _refuse_contradictions(requirements, stack, site, with_ccl=bindings is not None)
     return StackChoice(
-        backend="ccl" if bindings else "gloo",
+        backend="ccl" if bindings or oneccl else "gloo",
         asked_backend=None if stack.backend == "auto" else stack.backend,
         requirements=tuple(requirements),
         modules=(
             *("torch", "transformers", "accelerate", "datasets"),
             *([bindings.module] if bindings else []),
+            *([ONECCL] if oneccl else []),
             *([IPEX] if ipex else []),
         ),
-        notes=tuple(notes + ipex_notes + _library_notes(stack, with_ipex=bool(ipex))),
+        notes=tuple(notes + oneccl_notes + ipex_notes + _library_notes(stack, with_ipex=bool(ipex))),
     )
 
 
@@ -138,8 +142,7 @@ def _bindings(stack: Stack, site: _Site) -> tuple[Bindings | None, list[str]]:
         return None, []
     last = all_bindings()[-1].torch
     if _is_newer(stack.torch, last):
-        note = f"backend ccl: {BINDINGS} ended with torch {last}, torch {stack.torch} has none; gloo is used instead"
-        return None, [note]
+        return None, []  # of these torch versions, _oneccl knows
     if site.machine != "x86_64":
         raise _conflict(stack, site, f"{BINDINGS} exists for x86_64 only", "`backend: gloo`")
     built = [row for row in all_bindings() if admits(stack.torch, row.torch)]
@@ -152,6 +155,22 @@ def _bindings(stack: Stack, site: _Site) -> tuple[Bindings | None, list[str]]:
     chosen = fitting[-1]
     ranged = f"backend ccl: torch {chosen.torch} is the newest in {stack.torch} that {BINDINGS} exists for"
     return chosen, [] if pinned(stack.torch) else [ranged]
+
+
+def _oneccl(stack: Stack, site: _Site) -> tuple[list[str], list[str]]:
+    """oneCCL itself, for a torch that has no bindings any more; where it cannot be had, gloo is used and the reason is told."""
+    row = facts()["oneccl"]
+    if stack.backend != "ccl":
+        return [], []
+    if site.machine not in row["machines"]:
+        reason = f"oneCCL exists for {', '.join(row['machines'])} only"
+    elif stack.mpi not in row["mpi"]:
+        reason = f"its ranks must be started by `mpi: {' or '.join(row['mpi'])}`, not {stack.mpi}"
+    elif Version(site.python) < Version(row["first_python"]):
+        reason = f"it needs Python {row['first_python']}, the nodes have {site.python}"
+    else:
+        return [f"{ONECCL.replace('_', '-')}=={row['version']}"], []
+    return [], [f"backend ccl: {reason}; gloo is used instead"]
 
 
 def _conflict(stack: Stack, site: _Site, why: str, works: str) -> ProvisionError:

@@ -143,11 +143,12 @@ def test_a_torch_that_no_bindings_were_built_for_is_refused_with_those_that_have
 
 
 @pytest.mark.parametrize("wanted", ["2.9.0", "2.13.0", ">=2.9", "~=2.13", "3.0"])
-def test_a_torch_after_the_last_bindings_gets_gloo(wanted: str) -> None:
-    """Whatever is above 2.8 has no bindings: gloo, IPEX neither, and a note."""
+def test_a_torch_after_the_last_bindings_gets_oneccl_itself(wanted: str) -> None:
+    """Whatever is above 2.8 has no bindings, and IPEX neither; the backend is ccl all the same."""
     choice = choose(torch=wanted, backend="ccl")
-    assert choice.backend == "gloo" and not any("oneccl" in one or "intel_ext" in one for one in choice.requirements)
-    assert any("ended with torch 2.8.0" in note for note in choice.notes)
+    assert choice.backend == "ccl" and choice.modules[-1] == "cluster_train_oneccl"
+    assert "cluster-train-oneccl==2022.1.2" in choice.requirements and choice.notes == ()
+    assert not any("oneccl_bind" in one or "intel_ext" in one for one in choice.requirements)
 
 
 def test_an_interpreter_without_any_bindings_is_told_those_that_have_some() -> None:
@@ -202,8 +203,9 @@ def test_whatever_is_asked_there_is_a_stack_or_one_refusal(torch: str, transform
         return
     asked = {Requirement(one).name: Requirement(one).specifier for one in choice.requirements}
     pinned = {row.version: row.torch for row in all_bindings()}
-    assert (choice.backend == "ccl") == ("oneccl_bind_pt" in asked)
-    if choice.backend == "ccl":
+    assert (choice.backend == "ccl") == ("oneccl_bind_pt" in asked or "cluster-train-oneccl" in asked)
+    assert not ("oneccl_bind_pt" in asked and "cluster-train-oneccl" in asked)
+    if "oneccl_bind_pt" in asked:
         (bindings,) = asked["oneccl_bind_pt"]
         assert asked["torch"].contains(pinned[bindings.version]) or asked["torch"].contains(f"{pinned[bindings.version]}+cpu")
 
@@ -215,11 +217,19 @@ def test_the_requirement_takes_the_local_version_of_intels_index() -> None:
     assert not Requirement("oneccl_bind_pt==1.12.100").specifier.contains("1.12.0+cpu")
 
 
-def test_a_torch_without_bindings_falls_back_and_says_so() -> None:
-    """torch 2.13 has no oneccl_bind_pt: gloo is used, and a note tells why."""
-    choice = choose_stack(Stack(torch="2.13.0", backend="ccl"), python_version="3.11", machine="x86_64")
+@pytest.mark.parametrize(
+    ("where", "why"),
+    [
+        ({"machine": "aarch64", "mpi": "mpich"}, "oneCCL exists for x86_64 only"),
+        ({"mpi": "openmpi"}, "its ranks must be started by `mpi: impi`, not openmpi"),
+        ({"python": "3.9"}, "it needs Python 3.10, the nodes have 3.9"),
+    ],
+)
+def test_where_there_is_no_oneccl_gloo_is_used_and_the_reason_told(where: dict[str, str], why: str) -> None:
+    """torch 2.13 has no bindings, and oneCCL itself is not for every machine."""
+    choice = choose(torch="2.13.0", backend="ccl", **where)
     assert (choice.backend, choice.asked_backend) == ("gloo", "ccl")
-    assert any("2.8.0" in note and "gloo" in note for note in choice.notes)
+    assert choice.notes == (f"backend ccl: {why}; gloo is used instead",)
     assert not any("oneccl" in requirement for requirement in choice.requirements)
 
 
