@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 SIZES = (8, 64 << 10, 1 << 20, 25 << 20, 100 << 20)  # bytes
-BUDGET_S = 1.5  # for one size
+BUDGET_S = 0.7  # for one size
 
 
 def all_reduce():
@@ -27,7 +27,7 @@ def all_reduce():
             dist.all_reduce(tensor)
         started = time.perf_counter()
         dist.all_reduce(tensor)
-        count = torch.tensor(max(5, min(500, int(BUDGET_S / (time.perf_counter() - started)))))
+        count = torch.tensor(max(5, min(300, int(BUDGET_S / (time.perf_counter() - started)))))
         dist.broadcast(count, 0)
         times = []
         for _ in range(int(count)):
