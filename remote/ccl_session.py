@@ -24,10 +24,12 @@ class Session:
         self.groups = []
         self.failure = None  # the exit code, where it is known that an error ends this process
         self._owns_mpi = self._has_tried = False
+        self._pid = self._shown = None
 
     def add(self, group):
         """Note a new group; the first one is the job's."""
         if not self.groups:
+            self._pid = os.getpid()
             atexit.register(self.leave)
             self._shown = sys.excepthook
             sys.excepthook = self._see
@@ -44,7 +46,10 @@ class Session:
 
     def leave(self):
         """At the interpreter's end: with everybody through MPI_Finalize, or at once where somebody failed."""
+        if os.getpid() != self._pid:
+            return  # a fork of the rank has no part in the job
         if not self._has_tried:
+            LINE.stop_watch()
             return
         if self.failure is not None:
             self._leave_at_once()

@@ -24,7 +24,7 @@ def some_collectives(count=20, group=None):
 def ends():
     some_collectives()
     dist.destroy_process_group()
-    print("destroyed", dist.is_initialized())
+    print(f"destroyed {dist.is_initialized()}")
 
 
 def ends_without_destroying():
@@ -45,7 +45,7 @@ def begins_again():
 
 def leaves_work_behind():
     works = [dist.all_reduce(torch.ones(100_000), async_op=True) for _ in range(50)]
-    print("left", len(works))
+    print(f"left {len(works)}")
 
 
 def raises():
