@@ -114,7 +114,7 @@ def overdue(operation, limit_s):
         why = "it has not begun: an operation before it still runs"
     else:
         why = "; ".join(missing) or "all ranks have arrived, as far as they have told"
-    return "%s did not complete within %g s: %s" % (operation, limit_s, why)
+    return "%s did not complete within its timeout of %g s: %s" % (operation, limit_s, why)
 
 
 class Line:

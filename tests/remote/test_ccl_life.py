@@ -54,7 +54,7 @@ def test_a_collective_that_never_completes_names_who_is_missing(training_python:
     number = {"never_arrives": 5, "never_arrives_for_a_future": 2}[ending]
     assert ended.exit_code != 0
     assert (
-        f"all_reduce (number {number} of group 0) did not complete within 8 s: rank 1 did not arrive (its last was"
+        f"all_reduce (number {number} of group 0) did not complete within its timeout of 8 s: rank 1 did not arrive (its last was"
         in ended.output
     )
 
@@ -63,7 +63,7 @@ def test_a_wait_with_a_limit_leaves_the_group_usable(training_python: Path) -> N
     """The operation goes on, and completes when the rank comes."""
     ended = run(training_python, "waits_with_a_limit")
     assert ended.exit_code == 0, ended.output
-    assert "too late: all_reduce (number 2 of group 0) did not complete within 1 s" in ended.output
+    assert "too late: all_reduce (number 2 of group 0) did not complete within its timeout of 1 s" in ended.output
 
 
 @pytest.mark.parametrize(
