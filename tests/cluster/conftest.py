@@ -16,12 +16,14 @@ from typing import Any
 
 import pytest
 import standins
+from commands import ClusterTrain
 from containers import DOCKER, PLACE, ClusterNode, ContainerCluster, DockerError, cluster_command
+from faulty import ROWS, FaultLab
 from pytest_docker.plugin import Services
+from small_stack import STAND_INS, make_wheels
 
 HERE = Path(__file__).parent
 START_LIMIT_S = 60
-SMALL_STACK = {"torch": "2.13.0+cpu", "transformers": "5.24.0", "accelerate": "1.15.0", "datasets": "5.2.0"}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -47,8 +49,8 @@ def docker_compose_command(docker_engine: Any) -> str:
 
 
 @pytest.fixture(scope="session")
-def docker_compose_file() -> str:
-    return str(DOCKER / "compose.yaml")
+def docker_compose_file() -> list[str]:
+    return [str(DOCKER / "compose.yaml"), str(HERE / "small-disk.yaml")]
 
 
 @pytest.fixture(scope="session")
@@ -142,10 +144,53 @@ def small_stack(uv_wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     wheels = tmp_path / "wheels"
     wheels.mkdir()
     (wheels / uv_wheel.name).symlink_to(uv_wheel)
-    for name, version in SMALL_STACK.items():
+    for name, version in STAND_INS.items():
         standins.build(standins.package(name, version), wheels)
     for name in [name for name in os.environ if name.startswith("PIP_")]:
         monkeypatch.delenv(name)
     for name, value in {"XDG_CACHE_HOME": str(tmp_path / "cache"), "PIP_NO_INDEX": "1", "PIP_CONFIG_FILE": os.devnull}.items():
         monkeypatch.setenv(name, value)
     return wheels
+
+
+@pytest.fixture(scope="session")
+def small_wheels(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheels of a stack that takes seconds to install."""
+    return make_wheels(tmp_path_factory.mktemp("small-wheels"))
+
+
+@pytest.fixture(scope="session")
+def small_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache of these tests' own: stand-ins must not be taken for the real packages later."""
+    return tmp_path_factory.mktemp("small-cache")
+
+
+@pytest.fixture
+def fault_lab(
+    container_cluster: ContainerCluster,
+    small_wheels: Path,
+    small_cache: Path,
+    cluster_train: ClusterTrain,
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
+) -> Iterator[FaultLab]:
+    """The containers with the small stack; afterwards nothing runs on them, however the test ended."""
+    lab = FaultLab(
+        cluster=container_cluster,
+        wheels=small_wheels,
+        cache=small_cache,
+        directory=tmp_path,
+        cluster_train=cluster_train,
+        row=request.node.originalname.removeprefix("test_").replace("_", " "),
+    )
+    yield lab
+    lab.close()
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """The fault table as it went: what was done, on which MPI, the verdict, and the seconds until `up` returned."""
+    if ROWS:
+        terminalreporter.section("fault table")
+    for row in ROWS:
+        seconds = "" if row.seconds is None else f"{row.seconds:.1f} s"
+        terminalreporter.write_line(f"{row.name[:60]:60} {row.mpi:8} {row.state:10} {seconds:>8}  {row.summary[:100]}")

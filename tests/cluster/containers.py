@@ -7,6 +7,7 @@ import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -75,7 +76,7 @@ class ClusterNode:
     container: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class ContainerCluster:
     """Two containers that answer to SSH, and what is needed to log in."""
 
@@ -102,6 +103,20 @@ class ContainerCluster:
         """Every process of the container, that of this listing left out; zombies are there with state Z."""
         listed = json.loads(self.exec(node, ("python3", "-c", _LIST_PROCESSES)))
         return tuple(ContainerProcess(**{**process, "argv": tuple(process["argv"])}) for process in listed)
+
+    def ours(self) -> list[str]:
+        """Every process of the user on either node that is not part of SSH: supervisors, mpirun, its daemons, ranks."""
+        return [
+            f"{node.name}: {process.pid} {' '.join(process.argv)}"
+            for node in self.nodes
+            for process in self.processes(node.name)
+            if process.uid == self.uid and process.state != "Z" and not process.argv[0].startswith("sshd")
+        ]
+
+    @cached_property
+    def uid(self) -> int:
+        """The user's number, the same on both nodes."""
+        return int(self.exec("node0", ("id", "-u", self.user)))
 
     def inventory(self, directory: Path, **overrides: Any) -> Path:
         """Write an inventory of both nodes to `directory`; `overrides` are its top-level keys (stack={…}, job={…}).

