@@ -11,7 +11,7 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import asdict
 from typing import TextIO
 
@@ -81,6 +81,9 @@ class Console:
                 self._line(self._styled("   do: ", sys.stderr, fg="green") + line, sys.stderr)
 
     def _emit_json(self, event: Event) -> None:
+        if isinstance(event, LogText):
+            print(self._masked("\n".join(_log_documents(event))), flush=True)
+            return
         if isinstance(event, Result):
             document = {"event": "result", **event.document}
         else:
@@ -92,11 +95,11 @@ class Console:
     def _log(self, event: LogText) -> None:
         who = f"{event.node} r{event.rank}" if event.rank is not None else f"{event.node} mpirun"
         color = RANK_COLORS[event.rank % len(RANK_COLORS)] if event.rank is not None else "red"
-        line = self._styled(f"[{who}]", sys.stdout, fg=color) + " " + event.text
+        prefix = self._styled(f"[{who}]", sys.stdout, fg=color) + " "
         if not event.transient:
-            self._line(line, sys.stdout)
+            self._line(prefix + event.text.replace("\n", "\n" + prefix), sys.stdout)
         elif event.text.strip():
-            self._transient(line, (who, event.stream))
+            self._transient(prefix + event.text, (who, event.stream))
 
     def _transient(self, line: str, key: object) -> None:
         """A progress bar: in place on a terminal, now and then elsewhere."""
@@ -162,6 +165,14 @@ class Console:
         for secret in self._secrets:
             text = text.replace(secret, "***")
         return text
+
+
+def _log_documents(event: LogText) -> Iterator[str]:
+    """One JSON object for each line."""
+    same = json.dumps({"event": "logtext", "node": event.node, "rank": event.rank, "stream": event.stream}).removesuffix("}")
+    transient = json.dumps(event.transient)
+    for line in event.text.split("\n"):
+        yield f'{same}, "text": {json.dumps(line)}, "transient": {transient}}}'
 
 
 def _bar(event: Transfer) -> str:

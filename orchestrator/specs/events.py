@@ -36,12 +36,12 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogText:
-    """A piece of one rank's output.
+    r"""A piece of one rank's output.
 
     Args:
         rank: the global rank, or None for mpirun's own output.
         stream: "out" or "err".
-        text: one line without its end.
+        text: a line without its end, or several with "\n" between them: so that a fast job costs little per line.
         transient: it ended in a carriage return: the next piece writes over it.
     """
 

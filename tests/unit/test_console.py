@@ -29,6 +29,17 @@ def test_logs_bear_node_and_rank_on_stdout(capsys: pytest.CaptureFixture[str]) -
     assert err == "[node0] connecting\nnote: odd\n"
 
 
+@pytest.mark.parametrize("as_json", [False, True])
+def test_every_line_of_a_piece_is_shown_by_itself(capsys: pytest.CaptureFixture[str], as_json: bool) -> None:
+    """Several lines come in one event; people and programs see them as if each had come alone, empty ones too."""
+    together, alone = Console(as_json=as_json), Console(as_json=as_json)
+    together.emit(log('one\n\n"three"'))
+    shown = capsys.readouterr().out
+    for text in ("one", "", '"three"'):
+        alone.emit(log(text))
+    assert shown == capsys.readouterr().out and len(shown.splitlines()) == 3
+
+
 def test_a_progress_bar_does_not_fill_a_file(capsys: pytest.CaptureFixture[str]) -> None:
     """Of a thousand updates within a second a file gets one, and the final line always."""
     console = Console()

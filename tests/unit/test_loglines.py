@@ -11,8 +11,15 @@ from orchestrator.planning.loglines import LONGEST_LINE, LineSplitter, Piece
 
 
 def pieces_of(*portions: bytes) -> list[Piece]:
+    """Every line as a piece of its own."""
     splitter = LineSplitter()
-    return [piece for portion in portions for piece in splitter.feed(portion)] + splitter.finish()
+    pieces = [piece for portion in portions for piece in splitter.feed(portion)] + splitter.finish()
+    return [Piece(line, piece.transient) for piece in pieces for line in piece.text.split("\n")]
+
+
+def test_the_lines_of_a_portion_are_one_piece() -> None:
+    """A job that prints fast costs one event for each portion, not for each line."""
+    assert LineSplitter().feed(b"one\ntwo\n\nfour\nfi") == [Piece("one\ntwo\n\nfour", False)]
 
 
 def test_lines_end_with_newlines() -> None:
