@@ -75,13 +75,13 @@ class Hold:
         while "ended" not in self._line(CANCEL_TIMEOUT_S):
             pass
 
-    def release(self, *, keep: bool = False) -> None:
-        """Let go, and see it done; with `keep` the node holds the lock until the run's ranks there do."""
+    def release(self, *, keep: bool = False, is_gone: bool = False) -> None:
+        """Let go, and see it done unless the node is gone; with `keep` it holds the lock until the run's ranks there do."""
         try:
             if keep:
                 self._channel.write(b"keep\n")
             self._channel.close_stdin()
-            if not keep:
+            if not keep and not is_gone:
                 self._channel.wait(CANCEL_TIMEOUT_S)
         except (OSError, EOFError, TimeoutError, ValueError):
             pass  # the link is gone, and with it the node's reason to hold
@@ -170,7 +170,8 @@ class Claim:
     def release(self, nodes: Sequence[str] | None = None, *, keep: bool = False) -> None:
         """Let go of all nodes, or of those named."""
         chosen = list(self._holds if nodes is None else nodes)
-        self._on_holds(lambda hold: hold.release(keep=keep), chosen)
+        gone = self._fleet.unreachable
+        self._on_holds(lambda hold: hold.release(keep=keep, is_gone=hold.transport.node in gone), chosen)
         for node in chosen:
             self._holds.pop(node, None)
 

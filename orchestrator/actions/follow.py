@@ -177,7 +177,7 @@ class Follower:
                     node=node,
                     advice=self._run.again,
                 )
-            self.result.unheard[node] = item.why
+            self._give_up(node, item.why)
             self._emit(Notice(text=f"{node}: given up ({item.why}): its lines are missing from here on"))
 
     def _conclude_without_head(self) -> None:
@@ -191,9 +191,13 @@ class Follower:
         reason = f"{self._head} cannot be reached, and the ranks on the other nodes ended because they had lost it too"
         self.result.status = {**self.result.status, "state": "lost", "reason": reason}
         self._record.write("status.json", self.result.status)
-        self.result.unheard[self._head] = "it cannot be reached"
         self._tails.pop(self._head).close()
+        self._give_up(self._head, "it cannot be reached")
         self._end()
+
+    def _give_up(self, node: str, why: str) -> None:
+        """A node that is not waited for, from now on and by nobody."""
+        self.result.unheard[node] = self._fleet.unreachable[node] = why
 
     def _end(self) -> None:
         """The run is over: the nodes send what is there and end, however their ranks died."""
@@ -212,7 +216,7 @@ class Follower:
             silent_s = now - max(tail.heard_s, self._over_s)
             if silent_s > (LOST_LIMIT_S if is_gone else SILENT_LIMIT_S):
                 self._tails.pop(node).close()
-                self.result.unheard[node] = f"it said nothing for {silent_s:.0f} s"
+                self._give_up(node, f"it said nothing for {silent_s:.0f} s")
                 self._emit(Notice(text=f"{node}: no answer since the run is over: its last lines may be missing"))
 
     def _take(self, node: str, item: Mapping[str, Any]) -> None:
