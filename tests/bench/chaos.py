@@ -84,9 +84,12 @@ def main() -> int:
         lab.provision(inventory)
         script = lab.directory / "ticks.py"
         script.write_text(SCRIPT)
-        for number in range(options.runs):
-            trials.append(attempt(lab, inventory, script, number, random.Random(f"{options.seed}/{number}")))
-            tell(trials[-1])
+        try:
+            for number in range(options.runs):
+                trials.append(attempt(lab, inventory, script, number, random.Random(f"{options.seed}/{number}")))
+                tell(trials[-1])
+        except KeyboardInterrupt:
+            pass  # what was found so far is told
     print(table(trials, options))
     return 1 if any(trial.orphans or trial.wrong for trial in trials) else 0
 
