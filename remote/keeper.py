@@ -14,6 +14,7 @@ import processes
 import pulse
 import reasons
 import records
+import segments
 import stacks
 
 ABORT_GRACE_S = 1.0  # between SIGTERM and SIGKILL when the job is lost anyway
@@ -38,6 +39,7 @@ def keep(rank: place.Rank, command: list, environment: dict, guard_pid: int) -> 
     end = {"exit_code": script.exit_code, "signal": script.signal, "ended_by": keeper.ended_by}
     ending.tell_end(keeper.pulse, dict(rank.who(), **end))  # at once: what failed first is what is heard of first
     left = ending.kill_tree(rank, script)
+    keeper.segments.remove()
     keeper.marks.note()
     lock.leave()
     record = ending.exit_record(rank, script, ended_by=keeper.ended_by, left=left)
@@ -60,6 +62,7 @@ class Keeper:
         self.ended_by = None
         self.pulse = ending.connect(rank)
         self.marks = marks.Marks(rank.run_dir, rank.number)
+        self.segments = segments.Segments()
         self._rank = rank
         self._script = script
         self._guard_pid = guard_pid
@@ -90,6 +93,8 @@ class Keeper:
         os.close(signals)
 
     def _obey(self, signum: int) -> None:
+        if signum != signal.SIGCHLD:
+            self.segments.note(self._script.pid)
         now, grace_s = time.monotonic(), self._rank.launch["grace_s"]
         if signum == signal.SIGCHLD:
             self._script.reap()
@@ -124,6 +129,7 @@ class Keeper:
 
     def _tick(self) -> None:
         self.marks.note()
+        self.segments.note(self._script.pid)
         logs = (self._rank.file("out"), self._rank.file("err"))
         used_s = processes.cpu_seconds(self._script.pid) + self._script.cpu_s
         self._hear(self.pulse.tick({"cpu_s": round(used_s, 2), "log_bytes": sum(map(size_bytes, logs))}))

@@ -56,15 +56,10 @@ class Directory:
 
     def __enter__(self) -> "Directory":
         try:
-            if self.is_to_be_made:
-                make_shared_dir(self.path)
-            self.descriptor = os.open(self.path, FLAGS | os.O_RDONLY | os.O_DIRECTORY)
-            check_shared(self.path, os.fstat(self.descriptor))
-            deadline = time.monotonic() + GUARD_LIMIT_S
-            while not is_locked(self.descriptor, fcntl.LOCK_EX):
-                if time.monotonic() > deadline:
-                    raise runs.Problem("%s is locked by somebody for more than %d s" % (self.path, GUARD_LIMIT_S))
-                time.sleep(0.01)
+            self.lock(time.monotonic() + GUARD_LIMIT_S)
+            while not self.is_there():  # somebody removed it before we had it
+                self.__exit__()
+                self.lock(time.monotonic() + GUARD_LIMIT_S)
         except OSError as error:
             self.__exit__()
             raise runs.Problem("the locks in %s cannot be used: %s" % (self.path, error.strerror))
@@ -72,6 +67,24 @@ class Directory:
             self.__exit__()
             raise
         return self
+
+    def lock(self, deadline: float) -> None:
+        """Open the directory and lock it."""
+        if self.is_to_be_made:
+            make_shared_dir(self.path)
+        self.descriptor = os.open(self.path, FLAGS | os.O_RDONLY | os.O_DIRECTORY)
+        check_shared(self.path, os.fstat(self.descriptor))
+        while not is_locked(self.descriptor, fcntl.LOCK_EX):
+            if time.monotonic() > deadline:
+                raise runs.Problem("%s is locked by somebody for more than %d s" % (self.path, GUARD_LIMIT_S))
+            time.sleep(0.01)
+
+    def is_there(self) -> bool:
+        """Whether the path still names the directory that we have open."""
+        try:
+            return os.path.samestat(os.lstat(self.path), os.fstat(self.descriptor))
+        except FileNotFoundError:
+            return False
 
     def __exit__(self, *_: object) -> None:
         if self.descriptor is not None:
@@ -137,6 +150,17 @@ class Directory:
             os.unlink(name, dir_fd=self.descriptor)
         except OSError:
             pass
+
+
+def remove_directory() -> str:
+    """Remove the directory if it is ours and nobody has a lock in it; its path, or None where it stays or is not there."""
+    try:
+        with Directory(is_to_be_made=False) as directory:
+            directory.others("")  # which removes dead locks
+            os.rmdir(directory.path)
+            return directory.path
+    except (OSError, runs.Problem):
+        return None
 
 
 def make_shared_dir(path: str) -> None:

@@ -1,7 +1,8 @@
 """Remove from this node what was put there.
 
-Usage: remove.py machine ROOT   what lies on this machine outside of ROOT: our lines in authorized_keys, and what runs left in
-                                memory; prints {"removed": [path, ...], "revoked": [comment, ...]}
+Usage: remove.py machine ROOT   what lies on this machine outside of ROOT: our lines in authorized_keys, what runs left in
+                                memory, the directory of locks if it is ours and nobody has one in it;
+                                prints {"removed": [path, ...], "revoked": [comment, ...]}
        remove.py root ROOT      the directories below ROOT that are ours; prints {"removed": [path, ...], "left": [path, ...]}:
                                 anything else below ROOT is not ours, and stays
 
@@ -14,6 +15,7 @@ import shutil
 import sys
 
 import authorize
+import locks
 import scratch
 
 OURS = ("envs", "cache", "wheelhouse", "jobs", "runs", "bin", "ssh", "agent")
@@ -34,7 +36,7 @@ def main(arguments):
 
 def from_machine(root):
     names = os.listdir(os.path.join(root, "runs")) if os.path.isdir(os.path.join(root, "runs")) else []
-    removed = [place for place in map(scratch.remove, names) if place]
+    removed = [place for place in (*map(scratch.remove, names), locks.remove_directory()) if place]
     return {"removed": removed, "revoked": authorize.revoke()["removed"]}, []
 
 

@@ -6,7 +6,6 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -20,13 +19,8 @@ pytestmark = pytest.mark.stack
 
 LIMIT_S = 120.0
 PLACES = ("/tmp", "/var/tmp", "/dev/shm")
-OF_A_RUN = re.compile(r"/dev/shm/cluster-train-\d{8}-\d{6}-containers-[0-9a-f]{4}$")  # the directory itself, empty
-# MPICH's first segment has a place and a name of its own, and stays where ranks are killed that had called MPI_Init.
-UNMOVABLE: dict[str, Callable[[str], object]] = {
-    "impi": lambda place: False,
-    "mpich": re.compile(r"/dev/shm/mpich_shm_[0-9a-f]+_[01]$").match,
-    "openmpi": lambda place: False,
-}
+# Until the teardown: the empty directory of a run that a proxy made last, and that of the locks.
+KEPT = re.compile(r"/dev/shm/cluster-train-\d{8}-\d{6}-containers-[0-9a-f]{4}$|/tmp/cluster-train-locks$")
 # Between ranks of a container, which may not look into each other as processes of a machine may.
 WITHOUT_PTRACE = {"MPIR_CVAR_CH4_CMA_ENABLE": "0", "UCX_POSIX_USE_PROC_LINK": "n"}
 # All that a rank can leave behind: it speaks MPI, through shared memory too.
@@ -76,7 +70,7 @@ def test_runs_leave_nothing(
     good = cluster_train("up", path, "--", speaks, *words)
     assert good.exit_code == 0 and good.stdout.count("] ranks 4 ") == 4, good.stdout + good.stderr
     assert cluster_train("up", path, "--", script(tmp_path, FAILS_ON_RANK_2)).exit_code == 1
-    assert {place for node in pair.nodes for place in pair.below(node.name, *PLACES) if not OF_A_RUN.match(place)} == set()
+    assert {place for node in pair.nodes for place in pair.below(node.name, *PLACES) if not KEPT.match(place)} == set()
     for ending in ("stop", "kill"):
         assert cluster_train("up", path, "--detach", "--", speaks, "stay", *words).exit_code == 0
         deadline = time.monotonic() + LIMIT_S
@@ -86,9 +80,8 @@ def test_runs_leave_nothing(
             status = cluster_train("status", path, "--json").result
             pair.exec("node0", ("kill", "-9", str(status["mpirun"]["pid"])))
         assert cluster_train("stop", path).exit_code == 0
-        found = {place for node in pair.nodes for place in pair.below(node.name, *PLACES) if not OF_A_RUN.match(place)}
-        assert {place for place in found if not UNMOVABLE[mpi](place)} == set()
+        found = {place for node in pair.nodes for place in pair.below(node.name, *PLACES) if not KEPT.match(place)}
+        assert found == set()
 
     assert cluster_train("teardown", path, "--yes").exit_code == 0
-    after = {node.name: [place for place in pair.below(node.name, *places) if not UNMOVABLE[mpi](place)] for node in pair.nodes}
-    assert after == before
+    assert {node.name: pair.below(node.name, *places) for node in pair.nodes} == before

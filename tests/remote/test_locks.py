@@ -213,6 +213,23 @@ def test_cancel_ends_what_the_same_connection_started(directory: Path, tmp_path:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="a second person can only be played by root")
 @pytest.mark.skipif(sys.version_info < (3, 9), reason="Popen(user=...)")
+def test_the_directory_goes_when_nobody_needs_it(hold: Callable[..., Holder], directory: Path, node: Node) -> None:
+    """It stays while there is a lock in it; whoever comes while it is being removed makes a new one."""
+    removal = [sys.executable, "-c", "import locks; print(locks.remove_directory())"]
+    environment = {**os.environ, "PYTHONPATH": str(REMOTE)}
+
+    def remove() -> str:
+        return subprocess.run(removal, env=environment, capture_output=True, text=True, check=True).stdout.strip()
+
+    holder = hold("first")
+    holder.until("held")
+    assert remove() == "None" and directory.is_dir()
+    holder.end()
+    assert remove() == str(directory) and not directory.exists()
+    hold("second").until("held")
+    assert listed(node) == ["second"]
+
+
 def test_two_people(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another user's lock is seen with that user's name, is in the way, and cannot be taken for one's own."""
     with tempfile.TemporaryDirectory() as name:  # pytest's own directories are closed to others
