@@ -6,6 +6,7 @@ ClusterTrainError                  exit code 1
         x UnreachableError             no TCP or SSH connection
         x HostKeyError                 the host key is unknown or has changed
         x AuthenticationError          the login was refused
+          - LockedKeyError                 only a private key with a passphrase is left to try
         x CommandError                 a command on a node failed or took too long
     + FleetError                   3   several nodes failed at once; holds every failure
     + ProvisionError               4   no consistent set of wheels, or an installation failed
@@ -59,6 +60,14 @@ class HostKeyError(NodeError):
 
 class AuthenticationError(NodeError):
     """The node refused every key that was offered."""
+
+
+class LockedKeyError(AuthenticationError):
+    """The node accepted no other key, and the private key in `key_file` needs its passphrase."""
+
+    def __init__(self, message: str, *, node: str, key_file: str, advice: str = "") -> None:
+        super().__init__(message, node=node, advice=advice)
+        self.key_file = key_file
 
 
 class CommandError(NodeError):

@@ -216,7 +216,7 @@ class Carrier:
         head = self._nodes[0]
         directory = f"{head.root}/ssh/feed-{secrets.token_hex(4)}"
         host_keys = {name: transport.host_key for name, transport in self._fleet.transports.items()}
-        identity = planned_identity(self._fleet, self._inventory, self._nodes)
+        identity = planned_identity(self._fleet, self._nodes)
         hops = hops_from_head(self._inventory, self._nodes, self._endpoints, host_keys, identity)
         addresses = {hop.node: hop.address for hop in hops}
         config = ssh_config(hops, directory, self._endpoints[0].address, self._inventory.ssh.connect_timeout)

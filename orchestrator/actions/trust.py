@@ -11,24 +11,18 @@ from orchestrator.nodes.fleet import Fleet
 from orchestrator.nodes.transport import Transport
 from orchestrator.specs.events import Emit, Step
 from orchestrator.specs.facts import NodeFacts
-from orchestrator.specs.inventory import Inventory
 from orchestrator.specs.run import Endpoint
 
 
-def planned_identity(fleet: Fleet, inventory: Inventory, nodes: Sequence[NodeFacts]) -> str | None:
-    """The private key file that the head uses for the other nodes; None leaves it to the head's SSH defaults and agent.
-
-    Where we sit on the head ourselves, what reached the nodes just now is used again. Else the head has a key of its own.
-    """
+def planned_identity(fleet: Fleet, nodes: Sequence[NodeFacts]) -> str | None:
+    """The private key file that the head uses for the other nodes; None where it is alone."""
     if len(nodes) == 1:
         return None
-    if fleet.head.is_local:
-        return str(Path(inventory.ssh.key).expanduser().resolve()) if inventory.ssh.key else None
-    return f"{nodes[0].root}/ssh/id_ed25519"
+    return _key_that_served(fleet) or f"{nodes[0].root}/ssh/id_ed25519"
 
 
 def authorize_head(fleet: Fleet, nodes: Sequence[NodeFacts], endpoints: Sequence[Endpoint], emit: Emit) -> None:
-    """Let the head in on the other nodes, where it is not us: with a key made there, accepted from its address only.
+    """Let the head in on the other nodes, where it has no key for them: with one made there, accepted from its address only.
 
     No private key ever travels. Nodes that accept it already are left alone.
     """
@@ -49,12 +43,19 @@ def authorize_head(fleet: Fleet, nodes: Sequence[NodeFacts], endpoints: Sequence
 
 
 def unauthorized(fleet: Fleet, nodes: Sequence[NodeFacts], endpoints: Sequence[Endpoint]) -> dict[str, NodeFacts]:
-    """The nodes that do not let the head in yet; none where the head is us, or alone."""
-    if len(nodes) == 1 or fleet.head.is_local:
+    """The nodes that do not let the head in yet; none where the head is alone, or has a key for them already."""
+    if len(nodes) == 1 or _key_that_served(fleet):
         return {}
     public = nodes[0].cluster_key
     comment = _comment(public, endpoints[0].address) if public else None
     return {node.name: node for node in nodes[1:] if comment not in node.authorized}
+
+
+def _key_that_served(fleet: Fleet) -> str | None:
+    """Where we sit on the head: the one private key file that let us in everywhere just now, if it serves without a person."""
+    files = {transport.key_file for transport in fleet.transports.values() if not transport.is_local}
+    file = files.pop() if fleet.head.is_local and len(files) == 1 else None
+    return str(Path(file).resolve()) if file else None
 
 
 def _comment(public: str, address: str) -> str:

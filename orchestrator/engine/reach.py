@@ -7,7 +7,8 @@ from contextlib import contextmanager
 
 from orchestrator.actions.probe import probe
 from orchestrator.nodes.fleet import Fleet, connect
-from orchestrator.specs.events import Emit, Step
+from orchestrator.nodes.ssh_config import unread_config
+from orchestrator.specs.events import Emit, Notice, Step
 from orchestrator.specs.facts import NodeFacts
 from orchestrator.specs.inventory import Inventory
 
@@ -24,6 +25,8 @@ def connected(inventory: Inventory, *, head_only: bool = False, needs_all: bool 
 
 def probed(fleet: Fleet, inventory: Inventory, emit: Emit) -> tuple[NodeFacts, ...]:
     """Ask every node what it is, and tell. Raises FleetError naming those that do not answer."""
+    if lost := unread_config(inventory.ssh):
+        emit(Notice(text=lost))
     nodes = probe(fleet, inventory)
     tell(fleet, nodes, emit)
     return nodes

@@ -132,7 +132,7 @@ def _plan(
             script_text=files.files[0].source.read_text(errors="replace"),
             run_id=run_id,
             host_keys={name: transport.host_key for name, transport in fleet.transports.items()},
-            identity=trust.planned_identity(fleet, inventory, nodes),
+            identity=trust.planned_identity(fleet, nodes),
             mpi=mpi,
             setvars=setvars_effect(fleet, inventory.root, interpreter(inventory), lock, choice),
         )

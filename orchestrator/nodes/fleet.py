@@ -7,8 +7,9 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 from typing import TypeVar
 
-from orchestrator.errors import FleetError, UnreachableError
+from orchestrator.errors import ClusterTrainError, FleetError, LockedKeyError, UnreachableError
 from orchestrator.nodes.local import LocalTransport, is_this_machine
+from orchestrator.nodes.ssh_config import find_route
 from orchestrator.nodes.transport import Transport, failure_of
 from orchestrator.specs.inventory import Inventory, Node
 
@@ -78,7 +79,7 @@ def connect(inventory: Inventory, nodes: Iterable[Node] | None = None, *, needs_
     by_name = {node.name: node for node in (inventory.nodes if nodes is None else nodes)}
     unreachable: dict[str, str] = {}
     try:
-        on_all({name: connector(node) for name, node in by_name.items()}, inventory.parallel)
+        _with_passphrases({name: connector(node) for name, node in by_name.items()}, inventory.parallel)
     except FleetError as error:
         if needs_all or next(iter(by_name)) in error.failures:
             _close(made)
@@ -98,6 +99,31 @@ def _close(transports: Mapping[str, Transport]) -> None:
         transport.close()
 
 
+def _with_passphrases(connectors: Mapping[str, Callable[[], None]], parallel: int) -> None:
+    """Connect, and again where a private key had to be unlocked first: the person is asked here, once, never in a thread."""
+    try:
+        on_all(connectors, parallel)
+    except FleetError as error:
+        from orchestrator.nodes.ssh_keys import unlock
+
+        failures = dict(error.failures)
+        locked = {name: failure for name, failure in failures.items() if isinstance(failure, LockedKeyError)}
+        opened = [unlock(file) for file in sorted({failure.key_file for failure in locked.values()})]
+        if not any(opened):
+            raise
+        try:
+            _with_passphrases({name: connectors[name] for name in locked}, parallel)
+        except FleetError as again:
+            failures |= again.failures
+            locked = {name: failure for name, failure in locked.items() if name not in again.failures}
+        if left := {name: failure for name, failure in failures.items() if name not in locked}:
+            raise _all_of(left) from None
+
+
+def _all_of(failures: Mapping[str, ClusterTrainError]) -> FleetError:
+    return FleetError("\n".join(error.message for error in failures.values()), failures)
+
+
 def on_all(actions: Mapping[str, Callable[[], T]], parallel: int) -> dict[str, T]:
     """Run one action per node in threads; raises FleetError after all have ended if any failed."""
     if len(actions) == 1:  # no thread, so that a single node's traceback and Ctrl-C stay simple
@@ -111,23 +137,22 @@ def on_all(actions: Mapping[str, Callable[[], T]], parallel: int) -> dict[str, T
             pool.shutdown(wait=False, cancel_futures=True)
     failures = {name: failure_of(name, error) for name, future in futures.items() if (error := _exception(future))}
     if failures:
-        raise FleetError("\n".join(error.message for error in failures.values()), failures)
+        raise _all_of(failures)
     return {name: future.result() for name, future in futures.items()}
 
 
 def _transport(inventory: Inventory, node: Node) -> Transport:
     login = inventory.login(node)
-    if login.via is None and _is_own_user(login.user) and is_this_machine(login.host, login.port):
+    route = find_route(node.name, login, inventory.ssh)
+    if route.is_direct and _is_own_user(route.user) and is_this_machine(route.host, route.port):
         return LocalTransport(node.name)
     # Fabric takes a third of a second to import: a purely local cluster need not pay for it.
     from orchestrator.nodes.ssh import SshTransport
 
-    return SshTransport(node.name, login, inventory.ssh)
+    return SshTransport(node.name, login, inventory.ssh, route)
 
 
-def _is_own_user(user: str | None) -> bool:
-    if user is None:
-        return True
+def _is_own_user(user: str) -> bool:
     import getpass
 
     return user == getpass.getuser()

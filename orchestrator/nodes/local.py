@@ -21,6 +21,7 @@ class LocalTransport:
 
     is_local = True
     host_key: str | None = None
+    key_file: str | None = None
 
     def __init__(self, node: str) -> None:
         self.node = node

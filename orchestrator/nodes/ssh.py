@@ -1,7 +1,10 @@
-"""A node over SSH: Fabric's Connection for everything up to the login, Paramiko's channels for bytes.
+"""A node over SSH: Fabric's Connection for the login, Paramiko's channels for bytes.
 
 The only module that imports fabric. Channels are read as bytes: Fabric's own `run` decodes output by chunks, which
 breaks characters on their borders, and neither quotes the environment that it is given.
+
+Where a route leads (`ssh_config`), which host keys are trusted (`known_hosts`) and which keys are offered (`ssh_keys`) is
+decided beside this module; here the connections are made, each step within its time limit.
 """
 
 from __future__ import annotations
@@ -9,56 +12,86 @@ from __future__ import annotations
 import base64
 import hashlib
 import logging
+import random
 import re
+import secrets
 import shlex
 import socket
+import threading
+import time
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from functools import cache
-from pathlib import Path
+from contextlib import contextmanager, suppress
+from functools import cache, partial
 from typing import Any
 
 import fabric
 import paramiko
 
-from orchestrator.errors import AuthenticationError, HostKeyError, NodeError, UnreachableError
+from orchestrator.errors import AuthenticationError, ClusterTrainError, HostKeyError, LockedKeyError, NodeError, UnreachableError
+from orchestrator.nodes import ssh_keys
+from orchestrator.nodes.dialling import Dropped, ProxyCommand, SaysNothing, await_greeting, dial
+from orchestrator.nodes.known_hosts import KnownHosts
+from orchestrator.nodes.ssh_config import Route, find_route
 from orchestrator.nodes.transport import CHUNK_BYTES
 from orchestrator.specs.inventory import Login, SshOptions
 
 KEEPALIVE_S = 15
-UNACKNOWLEDGED_LIMIT_S = 30  # after which the kernel calls a link dead whose far end says nothing to our keep-alives
-CHANNEL_TIMEOUT_S = 20
+CHANNEL_TIMEOUT_S = 20.0
+# sshd drops connections that are not logged in yet above its MaxStartups, 10 by default: we stay below that, and come again.
+STARTS_AT_ONCE = 8
+COME_AGAIN_FOR_S = 30.0
+LONGEST_PAUSE_S = 3.0
 # Paramiko logs tracebacks of what it raises as well; whoever wants them adds a handler.
 logging.getLogger("paramiko").addHandler(logging.NullHandler())
 
 WINDOW_BYTES = 1 << 24  # the default of 2 MiB holds a fast link back
+# What a shell's start-up files print comes before this line, the command's own output after it.
+BEGIN = f"cluster-train-{secrets.token_hex(8)}"
+MOST_NOISE_BYTES = 1 << 20
+
+_starting: defaultdict[tuple[str, int], threading.BoundedSemaphore] = defaultdict(
+    lambda: threading.BoundedSemaphore(STARTS_AT_ONCE)
+)
 
 
 class SshTransport:
-    """One connected node; raises a NodeError that says what to do when it cannot be reached, trusted or logged in to."""
+    """One connected node; raises a NodeError that says what to do when it cannot be reached, trusted or logged in to.
+
+    Args:
+        route: the way there, where it has been found already.
+    """
 
     is_local = False
 
-    def __init__(self, node: str, login: Login, options: SshOptions) -> None:
+    def __init__(self, node: str, login: Login, options: SshOptions, route: Route | None = None) -> None:
         self.node = node
-        self._connection = _connection(login, options)
-        for hop in _hops(self._connection):
-            _trust(hop, options)
-        _open(node, login, self._connection)
-        transport = self._connection.transport
+        route = route or find_route(node, login, options)
+        self._hops: list[_Hop] = []
+        try:
+            for step in (*route.jumps, route):
+                before = self._hops[-1].transport if self._hops else None
+                self._hops.append(_connect(node, step, before, options))
+        except BaseException:
+            self.close()
+            raise
+        transport = self._transport
         transport.set_keepalive(KEEPALIVE_S)
         transport.default_window_size = WINDOW_BYTES
-        # A jump host's channel is no socket, and has no such limit but that of its own link; macOS knows none.
-        if isinstance(transport.sock, socket.socket) and hasattr(socket, "TCP_USER_TIMEOUT"):
-            transport.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * UNACKNOWLEDGED_LIMIT_S)
-        key = transport.get_remote_server_key()
-        self.host_key: str | None = f"{key.get_name()} {key.get_base64()}"
+        self.key_file = self._hops[-1].login.key_file
+        self.host_key: str | None = _written(transport.get_remote_server_key())
+
+    @property
+    def _transport(self) -> paramiko.Transport:
+        return self._hops[-1].transport
 
     def open(self, argv: Sequence[str]) -> SshChannel:
         """Start `argv` through the login shell, every word quoted; raises UnreachableError when no channel opens in time."""
         try:
-            channel = self._connection.transport.open_session(timeout=CHANNEL_TIMEOUT_S)
+            channel = self._transport.open_session(timeout=CHANNEL_TIMEOUT_S)
             channel.settimeout(CHANNEL_TIMEOUT_S)
-            channel.exec_command(shlex.join(argv))
+            with _closed_after(CHANNEL_TIMEOUT_S, channel):  # paramiko itself would wait for the answer for ever
+                channel.exec_command(f"echo {BEGIN}; exec {shlex.join(argv)}")
         except (paramiko.SSHException, OSError, EOFError) as error:
             raise UnreachableError(
                 f"{self.node}: cannot open a channel: {_reason(error)}",
@@ -68,16 +101,18 @@ class SshTransport:
         return SshChannel(channel)
 
     def close(self) -> None:
-        """Close the connection and all its channels."""
-        self._connection.close()
+        """Close the connection and all its channels, and those to the jump hosts."""
+        for hop in reversed(self._hops):
+            hop.close()
 
 
 class SshChannel:
-    """A command on the far side of an SSH channel."""
+    """A command on the far side of an SSH channel. Its output is what comes after the line BEGIN."""
 
     def __init__(self, channel: paramiko.Channel) -> None:
         self._channel = channel
         self._stderr = bytearray()
+        self._noise: bytearray | None = bytearray()
 
     def write(self, data: bytes) -> None:
         # Under the time limit of the `read` that goes on at the same time: a channel has one for both directions.
@@ -88,7 +123,18 @@ class SshChannel:
 
     def read(self, timeout_s: float) -> bytes:
         self._channel.settimeout(timeout_s)
-        return self._channel.recv(CHUNK_BYTES)
+        while True:
+            data = self._channel.recv(CHUNK_BYTES)
+            if self._noise is None or not data:
+                return data
+            self._noise += data
+            before, mark, after = self._noise.partition(f"{BEGIN}\n".encode())
+            if mark:
+                self._noise = None
+                if after:
+                    return bytes(after)
+            elif len(before) > MOST_NOISE_BYTES:
+                raise ConnectionError("the login shell's start-up files print without end")
 
     def wait(self, timeout_s: float) -> int:
         if not self._channel.status_event.wait(timeout_s):
@@ -101,7 +147,8 @@ class SshChannel:
     def stderr(self) -> str:
         while self._channel.recv_stderr_ready():
             self._stderr += self._channel.recv_stderr(CHUNK_BYTES)
-        return self._stderr.decode(errors="replace")
+        # A shell that never came to the command (nologin) says why on stdout.
+        return (self._stderr + (self._noise or b"")).decode(errors="replace")
 
     def close(self) -> None:
         self.stderr()
@@ -120,132 +167,194 @@ class _Encrypted(paramiko.Transport):
     )
 
 
-def _connection(login: Login, options: SshOptions) -> fabric.Connection:
+class _Hop:
+    """One server that we are logged in to."""
+
+    def __init__(self, connection: fabric.Connection, login: ssh_keys.Login, proxy: ProxyCommand | None) -> None:
+        self.login = login
+        self._connection = connection
+        self._proxy = proxy
+
+    @property
+    def transport(self) -> paramiko.Transport:
+        transport: paramiko.Transport = self._connection.client.get_transport()
+        return transport
+
+    def close(self) -> None:
+        self._connection.client.close()
+        if self._proxy:
+            self._proxy.close()
+
+
+class _HostKeyCheck(paramiko.MissingHostKeyPolicy):
+    """Judges every host key, right after the key exchange; paramiko itself is given none to compare with."""
+
+    def __init__(self, node: str, route: Route, options: SshOptions) -> None:
+        self._node = node
+        self._route = route
+        self._options = options
+
+    def missing_host_key(self, client: paramiko.SSHClient, hostname: str, key: paramiko.PKey) -> None:
+        known, name, written = KnownHosts(self._route.known_hosts), self._route.known_as, _written(key)
+        verdict = known.judge(name, written)
+        if verdict == "unknown" and self._options.host_keys == "accept-new":
+            verdict = known.accept(name, written, hashed=self._route.hashes_hosts)
+        if verdict != "known":
+            raise _distrust(self._node, self._route, key, verdict, known.keys_of(name))
+
+
+def _connect(node: str, route: Route, before: paramiko.Transport | None, options: SshOptions) -> _Hop:
+    """Log in to one server, coming again where it drops us for its MaxStartups: after growing pauses of random length."""
+    give_up = time.monotonic() + COME_AGAIN_FOR_S
+    pause_s = 0.2
+    while True:
+        try:
+            with _starting[route.host, route.port]:
+                return _log_in(node, route, before, options)
+        except Dropped as error:
+            if time.monotonic() + pause_s > give_up:
+                raise _unreachable(
+                    node, route, f"{error}, for {COME_AGAIN_FOR_S:g} s", "see MaxStartups in its sshd_config"
+                ) from None
+        time.sleep(pause_s * random.uniform(0.5, 1.5))
+        pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+
+
+def _log_in(node: str, route: Route, before: paramiko.Transport | None, options: SshOptions) -> _Hop:
+    limit_s = options.connect_timeout
+    login = ssh_keys.Login(route)
+    proxy: ProxyCommand | None = None
+    connection: fabric.Connection | None = None
+    sock: Any = None
+    try:
+        if route.proxy_command:
+            proxy = ProxyCommand(route.proxy_command)
+            sock = proxy.socket
+        else:
+            sock = dial(route.host, route.port, limit_s, before)
+        await_greeting(sock, limit_s)
+        connection = _connection(node, route, options, sock, login)
+        connection.open()
+        return _Hop(connection, login, proxy)
+    except BaseException as error:
+        if connection:
+            connection.client.close()
+        if sock:
+            sock.close()
+        said = proxy.close() if proxy else ""
+        if isinstance(error, ClusterTrainError) or not isinstance(error, Exception):
+            raise
+        if _is_dropped(error) and not proxy:
+            raise Dropped("it takes connections and closes them at once") from None
+        raise _failure(node, route, error, said) from None
+
+
+def _connection(node: str, route: Route, options: SshOptions, sock: object, login: ssh_keys.Login) -> fabric.Connection:
+    limit_s = options.connect_timeout
     arguments: dict[str, Any] = {
-        "transport_factory": _Encrypted,
-        "banner_timeout": options.connect_timeout,
-        "auth_timeout": options.connect_timeout,
+        "sock": sock,
+        "timeout": limit_s,
+        "banner_timeout": limit_s,
+        "auth_timeout": limit_s,
+        "channel_timeout": CHANNEL_TIMEOUT_S,
+        "auth_strategy": login,
+        "transport_factory": partial(_transport, KnownHosts(route.known_hosts).keys_of(route.known_as)),
     }
-    if login.key:
-        arguments |= {"key_filename": str(Path(login.key).expanduser()), "look_for_keys": False}
-    gateway = None
-    if login.via:
-        gateway = fabric.Connection(
-            login.via, config=_config(), connect_timeout=options.connect_timeout, connect_kwargs=dict(arguments)
-        )
-    return fabric.Connection(
-        login.host,
-        config=_config(),
-        user=login.user,
-        port=None if login.port == 22 else login.port,  # left open, so that ~/.ssh/config may say another
-        gateway=gateway,
-        connect_timeout=options.connect_timeout,
-        connect_kwargs=arguments,
+    connection = fabric.Connection(
+        route.host, config=_config(), user=route.user, port=route.port, forward_agent=False, connect_kwargs=arguments
     )
+    connection.client.set_missing_host_key_policy(_HostKeyCheck(node, route, options))
+    return connection
 
 
-def _hops(connection: fabric.Connection) -> Iterator[fabric.Connection]:
-    """The connection and the jump hosts before it, those of `via` as well as those that ~/.ssh/config names."""
-    hop: object = connection
-    while isinstance(hop, fabric.Connection):  # a ProxyCommand is text, and checks what it likes
-        yield hop
-        hop = hop.gateway
+def _transport(known_keys: Sequence[str], *arguments: Any, **named: Any) -> paramiko.Transport:
+    """A transport that asks for a kind of host key that is known before others: the server may have several."""
+    transport = _Encrypted(*arguments, **named)
+    security = transport.get_security_options()
+    kinds = {kind for key in known_keys for kind in _algorithms(key.split()[0])}
+    security.key_types = sorted(security.key_types, key=lambda kind: kind not in kinds)
+    return transport
+
+
+def _algorithms(kind: str) -> tuple[str, ...]:
+    return ("rsa-sha2-512", "rsa-sha2-256") if kind == "ssh-rsa" else (kind,)
 
 
 @cache
 def _config() -> fabric.Config:
-    """~/.ssh/config and Fabric's own settings, read once for all nodes."""
-    return fabric.Config()
+    """Fabric's defaults without any file: what ~/.ssh/config says is in the route already."""
+    return fabric.Config(lazy=True)
 
 
-def _trust(connection: fabric.Connection, options: SshOptions) -> None:
-    """Check host keys as OpenSSH does: Fabric's default would accept anything."""
-    name = connection.host if connection.port == 22 else f"[{connection.host}]:{connection.port}"
-    trusted = connection.client.get_host_keys()
-    for key in _known_keys(name, options.known_hosts):
-        trusted.add(name, key.get_name(), key)
-    accept_new = options.host_keys == "accept-new"
-    connection.client.set_missing_host_key_policy(_AcceptNew(options.known_hosts) if accept_new else _Strict())
-
-
-def _known_keys(name: str, known_hosts: str | None) -> list[paramiko.PKey]:
-    """The keys on record for a host: those in ~/.ssh/known_hosts, and where it has none, those in the inventory's file."""
-    for file in ("~/.ssh/known_hosts", *([known_hosts] if known_hosts else [])):
-        path = Path(file).expanduser()
-        if path.exists():
-            found = _host_keys(path, path.stat().st_mtime_ns).lookup(name)
-            if found:
-                return list(found.values())
-    return []
-
-
-@cache
-def _host_keys(path: Path, changed_ns: int) -> paramiko.HostKeys:
-    """A known_hosts file, read once for all nodes: with a hundred of them each would read a hundred lines."""
-    return paramiko.HostKeys(str(path))
-
-
-class _UnknownHostKey(paramiko.SSHException):
-    def __init__(self, hostname: str, key: paramiko.PKey) -> None:
-        super().__init__(hostname)
-        self.hostname = hostname
-        self.key = key
-
-
-class _Strict(paramiko.MissingHostKeyPolicy):
-    def missing_host_key(self, client: paramiko.SSHClient, hostname: str, key: paramiko.PKey) -> None:
-        raise _UnknownHostKey(hostname, key)
-
-
-class _AcceptNew(paramiko.MissingHostKeyPolicy):
-    """Store a key at first sight, as OpenSSH's StrictHostKeyChecking=accept-new does; a changed one stays an error."""
-
-    def __init__(self, known_hosts: str | None) -> None:
-        self._file = Path(known_hosts or "~/.ssh/known_hosts").expanduser()
-
-    def missing_host_key(self, client: paramiko.SSHClient, hostname: str, key: paramiko.PKey) -> None:
-        self._file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with self._file.open("a") as lines:
-            lines.write(f"{hostname} {key.get_name()} {key.get_base64()}\n")
-
-
-def _open(node: str, login: Login, connection: fabric.Connection) -> None:
-    where = f"{login.host}:{login.port}"
+@contextmanager
+def _closed_after(limit_s: float, channel: paramiko.Channel) -> Iterator[None]:
+    timer = threading.Timer(limit_s, channel.close)
+    timer.daemon = True
+    timer.start()
     try:
-        connection.open()
-    except _UnknownHostKey as error:
-        raise _unknown_host_key(node, error) from None
-    except paramiko.BadHostKeyException as error:
-        raise HostKeyError(
-            f"{node}: the host key of {error.hostname} has CHANGED: it is now {fingerprint(error.key)}, known was "
-            f"{fingerprint(error.expected_key)}",
-            node=node,
-            advice=f"if the machine was really reinstalled: ssh-keygen -R '{error.hostname}', then accept its new key",
-        ) from None
-    except (paramiko.AuthenticationException, paramiko.PasswordRequiredException) as error:
-        raise AuthenticationError(
-            f"{node}: {where} refused the login as {connection.user}: {error}",
-            node=node,
-            advice=f"this must work first: ssh -p {login.port} {connection.user}@{login.host} true   (see ssh.user and ssh.key)",
-        ) from None
-    except FileNotFoundError as error:
-        raise NodeError(
-            f"{node}: no such key file: {error.filename}", node=node, advice="see `ssh.key` in the inventory"
-        ) from None
-    except (socket.gaierror, OSError, paramiko.SSHException, EOFError) as error:
-        raise UnreachableError(
-            f"{node}: cannot reach {where}: {_reason(error)}",
-            node=node,
-            advice="is the machine up, the address and port right, sshd running, and no firewall between?",
-        ) from None
+        yield
+    finally:
+        timer.cancel()
 
 
-def _unknown_host_key(node: str, error: _UnknownHostKey) -> HostKeyError:
-    """Of the node or of its jump host: `hostname` is the one as known_hosts writes it, `host` or `[host]:port`."""
-    bracketed = re.fullmatch(r"\[(.+)\]:(\d+)", error.hostname)
-    host, port = bracketed.groups() if bracketed else (error.hostname, "22")
+def _is_dropped(error: Exception) -> bool:
+    """Through a jump host it is paramiko that waits for the greeting, and tells of its end as of a line that it cannot read."""
+    cut = isinstance(error, paramiko.SSHException) and "protocol banner" in str(error) and "timed out" not in str(error)
+    return isinstance(error, Dropped) or cut
+
+
+def _failure(node: str, route: Route, error: Exception, said: str) -> NodeError:
+    """What went wrong on the way to a server, as one of ours; `said` is what its ProxyCommand wrote to stderr."""
+    where = f"{route.host}:{route.port}"
+    if isinstance(error, ssh_keys.LockedKey):
+        return LockedKeyError(
+            f"{node}: {where} took no other key, and {error.file} needs its passphrase",
+            node=node,
+            key_file=error.file,
+            advice=f"ssh-add {error.file}   or run this in a terminal, where it is asked for",
+        )
+    if isinstance(error, paramiko.AuthenticationException):
+        return AuthenticationError(
+            f"{node}: {where} refused the login as {route.user}: {_reason(error)}",
+            node=node,
+            advice=f"this must work first: ssh -p {route.port} {route.user}@{route.host} true   (see ssh.user and ssh.key)",
+        )
+    if isinstance(error, FileNotFoundError):
+        return NodeError(f"{node}: no such key file: {error.filename}", node=node, advice="see `ssh.key` in the inventory")
+    if isinstance(error, SaysNothing):
+        return _unreachable(node, route, str(error), "is this sshd's port, and is sshd well? see `ssh -v` to it")
+    if said:
+        return _unreachable(node, route, f"{_reason(error)} (its ProxyCommand says: {said})", "see ProxyCommand in ~/.ssh/config")
+    advice = "is the machine up, the address and port right, sshd running, and no firewall between?"
+    return _unreachable(node, route, _reason(error), advice)
+
+
+def _unreachable(node: str, route: Route, why: str, advice: str) -> UnreachableError:
+    return UnreachableError(f"{node}: cannot reach {route.host}:{route.port}: {why}", node=node, advice=advice)
+
+
+def _distrust(node: str, route: Route, key: paramiko.PKey, verdict: str, known: Sequence[str]) -> HostKeyError:
+    """Of the node or of one of its jump hosts."""
+    name, shown = route.known_as, fingerprint(key)
+    bracketed = re.fullmatch(r"\[(.+)\]:(\d+)", name)
+    host, port = bracketed.groups() if bracketed else (route.host, str(route.port))
+    if verdict == "revoked":
+        return HostKeyError(
+            f"{node}: the host key of {name} is REVOKED: {shown}",
+            node=node,
+            advice="somebody may hold a copy of it: give the machine a new host key, and remove no @revoked line",
+        )
+    if verdict == "changed":
+        was = ", ".join(_fingerprint(one) for one in known)
+        return HostKeyError(
+            f"{node}: the host key of {name} has CHANGED: it is now {shown}, known was {was}",
+            node=node,
+            advice=f"if the machine was really reinstalled: ssh-keygen -R '{name}' -f {route.known_hosts[0]}, "
+            "then accept its new key",
+        )
+    ca = ", and known_hosts names only a certificate authority for it, whose certificates are not read here"
     return HostKeyError(
-        f"{node}: the host key of {error.hostname} is not known: {fingerprint(error.key)}",
+        f"{node}: the host key of {name} is not known{ca if verdict == 'certified' else ''}: {shown}",
         node=node,
         advice=(
             "compare it with the machine's own (ssh-keygen -lf /etc/ssh/ssh_host_ed25519_key.pub there), then accept it: "
@@ -257,8 +366,19 @@ def _unknown_host_key(node: str, error: _UnknownHostKey) -> HostKeyError:
 
 def fingerprint(key: paramiko.PKey) -> str:
     """A host key's SHA-256 fingerprint, as `ssh-keygen -l` prints it."""
-    digest = base64.b64encode(hashlib.sha256(key.asbytes()).digest()).decode().rstrip("=")
-    return f"{key.get_name()} SHA256:{digest}"
+    return _fingerprint(_written(key))
+
+
+def _fingerprint(key: str) -> str:
+    kind, content = key.split()[:2]
+    with suppress(ValueError):
+        digest = base64.b64encode(hashlib.sha256(base64.b64decode(content)).digest()).decode().rstrip("=")
+        return f"{kind} SHA256:{digest}"
+    return f"{kind} (damaged)"
+
+
+def _written(key: paramiko.PKey) -> str:
+    return f"{key.get_name()} {key.get_base64()}"
 
 
 def _reason(error: Exception) -> str:
@@ -266,4 +386,6 @@ def _reason(error: Exception) -> str:
         return "no answer in time"
     if isinstance(error, socket.gaierror):
         return "the name does not resolve"
+    if "No existing session" in str(error):
+        return "the SSH handshake did not end in time"
     return str(error) or type(error).__name__

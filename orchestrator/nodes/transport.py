@@ -54,6 +54,10 @@ class Transport(Protocol):
     def host_key(self) -> str | None:
         """The verified host key as `TYPE BASE64`, or None where no SSH was used."""
 
+    @property
+    def key_file(self) -> str | None:
+        """The private key file that logged us in, None where it needs a passphrase, or it was the agent, or no SSH was used."""
+
     def open(self, argv: Sequence[str]) -> Channel:
         """Start a command in the login's home directory; relative paths are relative to that. Raises NodeError."""
 

@@ -60,7 +60,7 @@ def hops_from_head(
             Hop(
                 node=node.name,
                 address=endpoint.address,
-                port=seen.server_port if seen else logins[node.name].port,
+                port=seen.server_port if seen else logins[node.name].port or 22,
                 user=node.user,
                 host_key=host_key,
                 identity=identity,

@@ -55,7 +55,8 @@ class SshOptions(_Section):
     """How every node is reached, unless the node says otherwise."""
 
     user: v.User | None = Field(default=None, description="login name; without it ~/.ssh/config or the local name decides")
-    port: v.Port = Field(default=22, description="port of sshd")
+    port: v.Port | None = Field(default=None, description="port of sshd; without it ~/.ssh/config decides, else it is 22")
+    config: v.PathText | None = Field(default=None, description="an ssh_config file read instead of ~/.ssh/config (as ssh -F)")
     key: v.PathText | None = Field(default=None, description="private key file; without it the agent and ~/.ssh decide")
     known_hosts: v.PathText | None = Field(default=None, description="a known_hosts file read besides ~/.ssh/known_hosts")
     host_keys: v.HostKeys = Field(default="strict", description="strict refuses unknown host keys, accept-new stores them")
@@ -70,7 +71,7 @@ class Node(_Section):
     port: v.Port | None = Field(default=None, description="port of sshd (default: ssh.port)")
     user: v.User | None = Field(default=None, description="login name (default: ssh.user)")
     key: v.PathText | None = Field(default=None, description="private key file (default: ssh.key)")
-    via: v.AddressText | None = Field(default=None, description="jump host, as user@host:port")
+    via: v.JumpText | None = Field(default=None, description="jump host, as user@host:port; several with commas, nearest first")
     slots: v.Count | None = Field(default=None, description="number of ranks here (default: job.ppn decides)")
 
     @model_validator(mode="before")
@@ -156,7 +157,7 @@ class Login:
 
     user: str | None
     host: str
-    port: int
+    port: int | None
     key: str | None
     via: str | None
 
@@ -181,7 +182,7 @@ class Inventory(_Section):
     def _nodes_differ(cls, nodes: tuple[Node, ...], info: ValidationInfo) -> tuple[Node, ...]:
         if not nodes:
             raise v.expected("at least one node")
-        default_port = info.data.get("ssh", SshOptions()).port
+        default_port = info.data.get("ssh", SshOptions()).port or 22
         _refuse_repeats(
             [((_canonical(node.host), node.port or default_port), _SAME_HOST), (node.name, _SAME_NAME)] for node in nodes
         )

@@ -106,9 +106,11 @@ def _is_ipv6(text: str) -> bool:
     return parsed.version == 6 and not parsed.is_unspecified
 
 
-def _address(text: str) -> str:
-    parse_address(text)
-    return text
+def _jump(text: str) -> str:
+    hops = [hop.strip() for hop in text.split(",")]
+    for hop in hops:
+        parse_address(hop)
+    return ",".join(hops)
 
 
 def _network(text: str) -> str:
@@ -180,7 +182,7 @@ Name = Annotated[
 ]
 Host = Annotated[str, AfterValidator(_host), Expected("a host name or an IP address")]
 User = Annotated[str, AfterValidator(_user), Expected("a login name")]
-AddressText = Annotated[str, AfterValidator(_address), Expected("host, user@host or user@host:port")]
+JumpText = Annotated[str, AfterValidator(_jump), Expected("host, user@host or user@host:port, or several with commas")]
 Port = Annotated[int, Field(ge=1, le=65535), Expected("a number from 1 to 65535")]
 Network = Annotated[str, AfterValidator(_network), Expected("a network such as 10.0.0.0/24")]
 Root = Annotated[str, AfterValidator(_root), Expected("a directory of its own, absolute or below ~/")]

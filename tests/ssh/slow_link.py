@@ -16,7 +16,7 @@ class SlowTransport:
     is_local = False
 
     def __init__(self, transport: Transport, link: SlowLink) -> None:
-        self.node, self.host_key = transport.node, transport.host_key
+        self.node, self.host_key, self.key_file = transport.node, transport.host_key, transport.key_file
         self._transport, self._link = transport, link
 
     def open(self, argv: Sequence[str]) -> Channel:

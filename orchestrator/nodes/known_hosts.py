@@ -1,0 +1,140 @@
+"""known_hosts files as OpenSSH reads and writes them: hashed names, `[host]:port`, patterns, several keys per host, markers.
+
+The format is that of sshd(8), SSH_KNOWN_HOSTS FILE FORMAT. Host certificates are not supported: a `@cert-authority` line makes
+no key known, and a host that has such a line is not taken for a new one either.
+"""
+
+from __future__ import annotations
+
+import base64
+import fcntl
+import hashlib
+import hmac
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import lru_cache
+from pathlib import Path
+from typing import Literal
+
+Verdict = Literal["known", "unknown", "changed", "revoked", "certified"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KnownKey:
+    """One line: the hosts it is for, as they are written there, its marker (`@revoked`, or ""), and `TYPE BASE64`."""
+
+    hosts: str
+    marker: str
+    key: str
+
+    def is_for(self, name: str) -> bool:
+        """Whether the line is about `name`, which is `host` or `[host]:port` in small letters."""
+        if self.hosts.startswith("|1|"):
+            return _is_hash_of(self.hosts, name)
+        patterns = self.hosts.lower().split(",")
+        if any(pattern[:1] == "!" and _matches(name, pattern[1:]) for pattern in patterns):
+            return False
+        return any(_matches(name, pattern) for pattern in patterns)
+
+
+class KnownHosts:
+    """All that some files say, the first of which takes new keys."""
+
+    def __init__(self, files: Sequence[str]) -> None:
+        self._files = [Path(file) for file in files]
+
+    def keys_of(self, name: str) -> list[str]:
+        """The keys that are known for a host, as `TYPE BASE64`."""
+        return [line.key for line in self._lines(name) if not line.marker]
+
+    def judge(self, name: str, key: str) -> Verdict:
+        """What is to be thought of `key` (`TYPE BASE64`) at the host `name`.
+
+        `certified`: only a certificate authority is known for the host, whose certificates cannot be checked here.
+        """
+        lines = self._lines(name)
+        if any(line.marker == "@revoked" and line.key == key for line in lines):
+            return "revoked"
+        plain = [line.key for line in lines if not line.marker]
+        if key in plain:
+            return "known"
+        if plain:
+            return "changed"
+        if any(line.marker for line in lines if line.marker != "@revoked"):
+            return "certified"
+        # As OpenSSH does: a key that is known for the host at its usual port is the same machine's at another one.
+        host, bracket, _ = name.removeprefix("[").partition("]:")
+        return "known" if bracket and self.judge(host, key) == "known" else "unknown"
+
+    def accept(self, name: str, key: str, *, hashed: bool) -> Verdict:
+        """Store a key that is not known yet; what others stored meanwhile counts. Safe among threads and processes.
+
+        Args:
+            hashed: how the name is written where the file holds none yet; else as those that it holds.
+        """
+        file = self._files[0]
+        file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with os.fdopen(os.open(file, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600), "r+b") as stream:
+            fcntl.flock(stream, fcntl.LOCK_EX)
+            verdict = self.judge(name, key)
+            if verdict == "unknown":
+                content = stream.read()
+                hosts = [line.hosts for line in _parse(content)]
+                written = _hash_of(name) if (any(map(_is_hashed, hosts)) if hosts else hashed) else name
+                start = b"\n" if content and not content.endswith(b"\n") else b""
+                stream.write(start + f"{written} {key}\n".encode())
+                verdict = "known"
+            return verdict
+
+    def _lines(self, name: str) -> list[KnownKey]:
+        return [line for file in self._files for line in _read(file) if line.is_for(name)]
+
+
+def _read(file: Path) -> tuple[KnownKey, ...]:
+    try:
+        seen = file.stat()
+    except OSError:
+        return ()
+    return _read_version(file, seen.st_ino, seen.st_mtime_ns, seen.st_size)
+
+
+@lru_cache(maxsize=64)
+def _read_version(file: Path, inode: int, changed_ns: int, size_bytes: int) -> tuple[KnownKey, ...]:
+    """Read once for all nodes: with a hundred of them each would read a hundred lines."""
+    return tuple(_parse(file.read_bytes()))
+
+
+def _parse(content: bytes) -> Iterable[KnownKey]:
+    """The lines that can be read; OpenSSH passes over the others as well."""
+    for line in content.decode(errors="replace").splitlines():
+        words = line.split()
+        if not words or words[0].startswith("#"):
+            continue
+        marker = words.pop(0) if words[0].startswith("@") else ""
+        if len(words) >= 3:
+            yield KnownKey(hosts=words[0], marker=marker, key=f"{words[1]} {words[2]}")
+
+
+def _matches(name: str, pattern: str) -> bool:
+    # Of fnmatch's characters OpenSSH knows `*` and `?`; brackets stand for themselves, as in `[host]:port`.
+    return fnmatchcase(name, pattern.replace("[", "[[]"))
+
+
+def _is_hashed(hosts: str) -> bool:
+    return hosts.startswith("|1|")
+
+
+def _is_hash_of(hashed: str, name: str) -> bool:
+    try:
+        salt, digest = (base64.b64decode(part) for part in hashed.split("|")[2:4])
+    except ValueError:
+        return False
+    return hmac.compare_digest(hmac.new(salt, name.encode(), hashlib.sha1).digest(), digest)
+
+
+def _hash_of(name: str) -> str:
+    salt = os.urandom(20)
+    digest = hmac.new(salt, name.encode(), hashlib.sha1).digest()
+    return f"|1|{base64.b64encode(salt).decode()}|{base64.b64encode(digest).decode()}"
