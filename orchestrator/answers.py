@@ -15,7 +15,7 @@ from orchestrator.planning.script import by_hand, mpirun_line, placement_table
 from orchestrator.planning.tables import table
 from orchestrator.planning.verdict import Verdict
 from orchestrator.specs.events import Result
-from orchestrator.specs.inventory import Inventory, is_secret_name
+from orchestrator.specs.inventory import Inventory
 
 
 def outcome_result(outcome: Outcome) -> Result:
@@ -36,8 +36,8 @@ def outcome_result(outcome: Outcome) -> Result:
 
 
 def dry_run_result(inventory: Inventory, plan: LaunchPlan) -> Result:
-    secret_names = [name for name in inventory.job.env if is_secret_name(name) or inventory.job.env[name] in inventory.secrets]
-    script = by_hand(plan, secret_names)
+    job = inventory.job
+    script = by_hand(plan, [name for name in job.env if job.hides(name) or job.env[name] in inventory.secrets], inventory.secrets)
     text = [
         *(f"note: {note}" for note in plan.translation.notes),
         "# hostfile",

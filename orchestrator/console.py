@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import sys
 import threading
@@ -25,6 +26,7 @@ TRANSIENT_EVERY_S = 1.0
 TRANSFER_EVERY_S = 2.0
 BARS_EVERY_S = 0.1
 BAR_WIDTH = 24
+LONG_LINE = 8
 CLEAR_LINE = "\r\x1b[K"
 
 
@@ -34,11 +36,14 @@ class Console:
     Args:
         as_json: one JSON object per line on stdout, nothing else.
         secrets: values that are shown as *** wherever they occur.
+        raw: the ranks' output goes to the terminal with its escape sequences, which may do there what they like.
     """
 
-    def __init__(self, *, as_json: bool = False, secrets: Collection[str] = ()) -> None:
+    def __init__(self, *, as_json: bool = False, secrets: Collection[str] = (), raw: bool = False) -> None:
         self._as_json = as_json
-        self._secrets = sorted(secrets, key=len, reverse=True)
+        self._raw = raw
+        self._secrets: list[str] = []
+        self.hide(secrets)
         self._lock = threading.Lock()
         self._color = "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
         self._live = sys.stdout.isatty()
@@ -50,7 +55,8 @@ class Console:
 
     def hide(self, secrets: Collection[str]) -> None:
         """Add values that must not be shown."""
-        self._secrets = sorted({*self._secrets, *secrets}, key=len, reverse=True)
+        forms = {form for secret in secrets for form in _forms(secret)}
+        self._secrets = sorted({*self._secrets, *forms}, key=len, reverse=True)
 
     def emit(self, event: Event) -> None:
         """Show one event."""
@@ -62,12 +68,12 @@ class Console:
             elif isinstance(event, Transfer):
                 self._transfer(event)
             elif isinstance(event, Result):
-                self._line(event.text, sys.stdout)
+                self._line(inert(event.text), sys.stdout)
             elif isinstance(event, Notice):
-                self._line(self._styled("note: ", sys.stderr, fg="yellow") + event.text, sys.stderr)
+                self._line(self._styled("note: ", sys.stderr, fg="yellow") + inert(event.text), sys.stderr)
             elif isinstance(event, Step):
                 prefix = self._styled(f"[{event.node}] ", sys.stderr, bold=True) if event.node else ""
-                self._line(prefix + event.text, sys.stderr)
+                self._line(prefix + inert(event.text), sys.stderr)
 
     def error(self, error: ClusterTrainError) -> None:
         """Show an error with its advice."""
@@ -76,9 +82,9 @@ class Console:
             if self._as_json:
                 print(self._masked(json.dumps(_error_document(error))), flush=True)
                 return
-            self._line(self._styled("error: ", sys.stderr, fg="red", bold=True) + error.message, sys.stderr)
+            self._line(self._styled("error: ", sys.stderr, fg="red", bold=True) + inert(error.message), sys.stderr)
             for line in error.advice.splitlines():
-                self._line(self._styled("   do: ", sys.stderr, fg="green") + line, sys.stderr)
+                self._line(self._styled("   do: ", sys.stderr, fg="green") + inert(line), sys.stderr)
 
     def _emit_json(self, event: Event) -> None:
         if isinstance(event, LogText):
@@ -96,10 +102,11 @@ class Console:
         who = f"{event.node} r{event.rank}" if event.rank is not None else f"{event.node} mpirun"
         color = RANK_COLORS[event.rank % len(RANK_COLORS)] if event.rank is not None else "red"
         prefix = self._styled(f"[{who}]", sys.stdout, fg=color) + " "
+        text = event.text if self._raw else inert(event.text)
         if not event.transient:
-            self._line(prefix + event.text.replace("\n", "\n" + prefix), sys.stdout)
+            self._line(prefix + text.replace("\n", "\n" + prefix), sys.stdout)
         elif event.text.strip():
-            self._transient(prefix + event.text, (who, event.stream))
+            self._transient(prefix + text, (who, event.stream))
 
     def _transient(self, line: str, key: object) -> None:
         """A progress bar: in place on a terminal, now and then elsewhere."""
@@ -173,6 +180,27 @@ def _log_documents(event: LogText) -> Iterator[str]:
     transient = json.dumps(event.transient)
     for line in event.text.split("\n"):
         yield f'{same}, "text": {json.dumps(line)}, "transient": {transient}}}'
+
+
+def inert(text: str) -> str:
+    """Text from elsewhere as a terminal cannot take it for orders: control characters are shown (^[ for escape), not sent."""
+    return text.translate(_SHOWN) if _ORDERS.search(text) else text
+
+
+# C0 but for newline and tab, delete, C1, and what turns the direction of writing around.
+_SHOWN = {
+    **{code: f"^{chr(code ^ 64)}" for code in (*range(32), 127) if chr(code) not in "\n\t"},
+    **{code: f"\\x{code:02x}" for code in range(128, 160)},
+    **{code: f"\\u{code:04x}" for code in (*range(0x202A, 0x202F), *range(0x2066, 0x206A))},
+}
+_ORDERS = re.compile("[" + re.escape("".join(map(chr, _SHOWN))) + "]")
+
+
+def _forms(secret: str) -> set[str]:
+    """A secret as it is, as JSON and as a shell write it, and each line of it that is long enough to tell something."""
+    lines = [line for line in secret.splitlines() if len(line) >= LONG_LINE]
+    whole = [secret, json.dumps(secret)[1:-1], json.dumps(secret, ensure_ascii=False)[1:-1], secret.replace("'", "'\"'\"'")]
+    return {form for form in (*whole, *lines) if form}
 
 
 def _bar(event: Transfer) -> str:

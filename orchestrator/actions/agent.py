@@ -86,9 +86,10 @@ def ship(transport: Transport, root: str, python: str) -> None:
             node=transport.node,
             advice="install Python 3.6 or newer there (Debian: apt-get install python3), or name one with `stack.python`",
         )
-    if completed.exit_code == 1 and completed.stderr.startswith("unpack:"):
+    said = [line for line in completed.stderr.splitlines() if line.startswith("unpack: ")]  # after what start-up files say
+    if completed.exit_code == 1 and said:
         raise ProvisionError(
-            f"{transport.node}: root {root} cannot be written: {completed.stderr.strip().removeprefix('unpack: ')}",
+            f"{transport.node}: root {root} cannot be written: {said[-1].removeprefix('unpack: ')}",
             advice="name another `root`, or make this one writable and see that it is not full",
         )
     check(transport, [python, "unpack.py", argv[-1]], completed)

@@ -8,7 +8,7 @@ import click
 
 from orchestrator.actions.attend import Outcome
 from orchestrator.answers import outcome_result, runs_text, status_text
-from orchestrator.cli.options import inventory_argument, json_option, log_dir_option, read_inventory, run_option
+from orchestrator.cli.options import inventory_argument, json_option, log_dir_option, raw_option, read_inventory, run_option
 from orchestrator.console import Console
 from orchestrator.engine import life
 from orchestrator.errors import Interrupted
@@ -43,6 +43,7 @@ def status(ctx: click.Context, inventory_file: str, run_id: str | None, as_json:
 @click.option("--grep", metavar="REGEX", help="Only lines in which this occurs; progress bars are left out.")
 @click.option("--since", metavar="TIME", help="Only what was written since: 90s, 10m, 2h ago, or an ISO time.")
 @click.option("--tail", "last_lines", metavar="N", type=click.IntRange(min=0), help="Only the last N lines of each file.")
+@raw_option
 @log_dir_option
 @json_option
 @click.pass_context
@@ -56,6 +57,7 @@ def logs(
     grep: str | None,
     since: str | None,
     last_lines: int | None,
+    raw: bool,
     log_dir: str | None,
     as_json: bool,
 ) -> None:
@@ -66,7 +68,7 @@ def logs(
 
     --since is true to the second: each node notes once a second how long the logs of its ranks are.
     """
-    console = Console(as_json=as_json)
+    console = Console(as_json=as_json, raw=raw)
     inventory = read_inventory(ctx, inventory_file, console)
     if unknown := set(nodes) - {node.name for node in inventory.nodes}:
         raise click.UsageError(f"--node: the inventory has no {', '.join(sorted(unknown))}")

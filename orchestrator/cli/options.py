@@ -19,6 +19,7 @@ inventory_argument = click.argument(
 )
 json_option = click.option("--json", "as_json", is_flag=True, help="JSON on stdout: one object per line, the last is the result.")
 run_option = click.option("--run", "run_id", metavar="ID", help="Which run (default: the newest).")
+raw_option = click.option("--raw", is_flag=True, help="Show escape sequences in the ranks' output as they are (colours).")
 log_dir_option = click.option(
     "--log-dir", metavar="DIR", help="Where records of runs are kept (default: $XDG_STATE_HOME/cluster-train/runs)."
 )

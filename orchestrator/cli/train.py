@@ -18,6 +18,7 @@ from orchestrator.cli.options import (
     json_option,
     locked_option,
     log_dir_option,
+    raw_option,
     read_inventory,
 )
 from orchestrator.console import Console
@@ -41,6 +42,7 @@ from orchestrator.planning.occupancy import Remains
 @click.option("--wait", is_flag=True, help="Wait while other runs are on the nodes, in the order of asking.")
 @click.option("--share", is_flag=True, help="Start whoever else is on the nodes.")
 @click.option("--clean", is_flag=True, help="End what crashed runs of yours left on the nodes, without asking.")
+@raw_option
 @locked_option
 @log_dir_option
 @json_option
@@ -54,6 +56,7 @@ def up(
     wait: bool,
     share: bool,
     clean: bool,
+    raw: bool,
     locked: Path | None,
     log_dir: str | None,
     as_json: bool,
@@ -66,7 +69,7 @@ def up(
     The nodes are locked for the run, against everybody who uses cluster-train there. Where another run is on one of them, `up`
     says whose, of what and since when, and exits with 5, unless told to --wait or to --share.
     """
-    console = Console(as_json=as_json)
+    console = Console(as_json=as_json, raw=raw)
     if wait and share:
         raise click.UsageError("--wait and --share exclude each other: wait for the others, or start beside them")
     inventory = read_inventory(ctx, inventory_file, console)

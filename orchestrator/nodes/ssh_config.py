@@ -119,7 +119,8 @@ def _route(node: str, login: Login, options: SshOptions, behind: tuple[str, ...]
     command = _first(settings, "proxycommand", "none")
     chain = login.via or _first(settings, "proxyjump", "none")
     jumps = () if chain == "none" else _chain(node, chain, login, options, (*behind, login.host))
-    files = _paths(settings.get("identityfile", ()), tokens) or tuple(map(_at_home, [login.key] if login.key else DEFAULT_KEYS))
+    named = [_at_home(login.key)] if login.key else []
+    files = _paths(settings.get("identityfile", ()), tokens) or (() if named else tuple(map(_at_home, DEFAULT_KEYS)))
     return Route(
         host=host,
         port=port,
@@ -127,7 +128,7 @@ def _route(node: str, login: Login, options: SshOptions, behind: tuple[str, ...]
         known_as=alias or (host if port == 22 else f"[{host}]:{port}").lower(),
         known_hosts=_known_hosts(settings, options, tokens),
         hashes_hosts=_first(settings, "hashknownhosts", "no") == "yes",
-        key_files=files,
+        key_files=tuple(dict.fromkeys([*named, *files])),
         key_is_named=login.key is not None,
         uses_agent=_first(settings, "identityagent", "") != "none",
         only_key_files=_first(settings, "identitiesonly", "no") == "yes",
@@ -144,8 +145,6 @@ def _chain(node: str, chain: str, login: Login, options: SshOptions, behind: tup
         if match is None:
             raise NodeError(f"{node}: ProxyJump {text!r} is no [user@]host[:port]", node=node, advice="see ~/.ssh/config")
         host = match["bracketed"] or match["host"]
-        if not login.via and host == login.host:  # `Host *` with a ProxyJump names the jump host too
-            return ()
         port = int(match["port"]) if match["port"] else None
         hop_login = Login(user=match["user"], host=host, port=port, key=login.key, via=None)
         found = _route(node, hop_login, options, behind)

@@ -119,6 +119,9 @@ class Job(_Section):
         default="auto", description="true adds --bf16 to a Trainer script, false takes it away; auto: as job.args say"
     )
     env: Mapping[v.EnvName, v.Text] = Field(default={}, description="environment variables of every rank", repr=False)
+    secrets: tuple[v.EnvName, ...] = Field(
+        default=(), description="further variables of job.env whose values are never shown (HF_TOKEN and its like never are)"
+    )
     sync: tuple[v.PathText, ...] = Field(default=(), description="files and directories copied beside the script")
     fetch: tuple[v.PathBelow, ...] = Field(default=(), description="paths the job writes, brought back when the run ends")
     grace_s: v.Seconds = Field(default=30.0, description="seconds between asking the ranks to stop and killing them")
@@ -142,6 +145,17 @@ class Job(_Section):
     min_nodes: v.Count | None = Field(
         default=None, description="restart without lost nodes if so many are left (default: all are needed)"
     )
+
+    @field_validator("secrets")
+    @classmethod
+    def _secrets_are_there(cls, names: tuple[str, ...], info: ValidationInfo) -> tuple[str, ...]:
+        if unknown := [name for name in names if name not in info.data.get("env", names)]:
+            raise v.expected(f"names of variables in job.env, which has no {', '.join(unknown)}")
+        return names
+
+    def hides(self, name: str) -> bool:
+        """Whether the value of a variable of the job must not be shown."""
+        return is_secret_name(name) or name in self.secrets
 
     @field_validator("sync")
     @classmethod
@@ -191,7 +205,7 @@ class Inventory(_Section):
     @property
     def secrets(self) -> frozenset[str]:
         """Values that no message may show: see `hiding`, and all of job.env whose name says so."""
-        named = {value for name, value in self.job.env.items() if is_secret_name(name)}
+        named = {value for name, value in self.job.env.items() if self.job.hides(name)}
         return frozenset(value for value in named | self._hidden if len(value) >= _SHORTEST_SECRET)
 
     @property

@@ -507,7 +507,11 @@ class TestReference:
     def test_every_key_is_described(self) -> None:
         """The README's table can be derived: path, what is accepted, default and meaning of each key."""
         rows = {path: rest for path, *rest in describe()}
-        assert rows["ssh.port"] == ["a number from 1 to 65535", "22", "port of sshd"]
+        assert rows["ssh.port"] == [
+            "a number from 1 to 65535",
+            "",
+            "port of sshd; without it ~/.ssh/config decides, else it is 22",
+        ]
         assert rows["stack.extra"][0].startswith("a list of: a requirement")
         assert rows["stack.backend"][:2] == ["auto, ccl, gloo or mpi", "auto"]
         assert all(meaning and accepts for accepts, _, meaning in rows.values())

@@ -178,7 +178,7 @@ def test_a_second_node_without_a_known_host_key_is_refused() -> None:
 def test_secrets_are_not_in_the_printed_script() -> None:
     """A token is asked for by name; neither it nor its encoded form is printed."""
     plan = launch([machine(EPYC, 0)], {"env": {"HF_TOKEN": "hf_secret_value"}})
-    script = by_hand(plan, ["HF_TOKEN"])
+    script = by_hand(plan, ["HF_TOKEN"], [])
     payload = next(line.split("=", 1)[1] for line in script.splitlines() if line.startswith("export CLUSTER_TRAIN_LAUNCH="))
     assert "hf_secret_value" not in script and b"hf_secret" not in zlib.decompress(base64.urlsafe_b64decode(payload))
     assert "${HF_TOKEN:?" in script
