@@ -22,7 +22,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import fabric
@@ -46,6 +46,8 @@ LONGEST_PAUSE_S = 3.0
 # Paramiko logs tracebacks of what it raises as well; whoever wants them adds a handler.
 logging.getLogger("paramiko").addHandler(logging.NullHandler())
 
+# Fabric's defaults without any file: what ~/.ssh/config says is in the route already.
+_CONFIG = fabric.Config(lazy=True)
 WINDOW_BYTES = 1 << 24  # the default of 2 MiB holds a fast link back
 # What a shell's start-up files print comes before this line, the command's own output after it.
 BEGIN = f"cluster-train-{secrets.token_hex(8)}"
@@ -262,7 +264,7 @@ def _connection(node: str, route: Route, options: SshOptions, sock: object, logi
         "transport_factory": partial(_transport, KnownHosts(route.known_hosts).keys_of(route.known_as)),
     }
     connection = fabric.Connection(
-        route.host, config=_config(), user=route.user, port=route.port, forward_agent=False, connect_kwargs=arguments
+        route.host, config=_CONFIG, user=route.user, port=route.port, forward_agent=False, connect_kwargs=arguments
     )
     connection.client.set_missing_host_key_policy(_HostKeyCheck(node, route, options))
     return connection
@@ -281,15 +283,13 @@ def _algorithms(kind: str) -> tuple[str, ...]:
     return ("rsa-sha2-512", "rsa-sha2-256") if kind == "ssh-rsa" else (kind,)
 
 
-@cache
-def _config() -> fabric.Config:
-    """Fabric's defaults without any file: what ~/.ssh/config says is in the route already."""
-    return fabric.Config(lazy=True)
-
-
 @contextmanager
 def _closed_after(limit_s: float, channel: paramiko.Channel) -> Iterator[None]:
-    timer = threading.Timer(limit_s, channel.close)
+    def close() -> None:
+        with suppress(OSError, EOFError, paramiko.SSHException):  # the connection itself may end at this moment
+            channel.close()
+
+    timer = threading.Timer(limit_s, close)
     timer.daemon = True
     timer.start()
     try:
