@@ -12,9 +12,9 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Collection, Iterator
-from dataclasses import asdict
-from typing import TextIO
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import asdict, replace
+from typing import Any, TextIO
 
 import click
 
@@ -80,7 +80,7 @@ class Console:
         with self._lock:
             self._bars.clear()
             if self._as_json:
-                print(self._masked(json.dumps(_error_document(error))), flush=True)
+                print(json.dumps(self._without_secrets(_error_document(error))), flush=True)
                 return
             self._line(self._styled("error: ", sys.stderr, fg="red", bold=True) + inert(error.message), sys.stderr)
             for line in error.advice.splitlines():
@@ -88,7 +88,7 @@ class Console:
 
     def _emit_json(self, event: Event) -> None:
         if isinstance(event, LogText):
-            print(self._masked("\n".join(_log_documents(event))), flush=True)
+            print("\n".join(_log_documents(replace(event, text=self._masked(event.text)))), flush=True)
             return
         if isinstance(event, Result):
             document = {"event": "result", **event.document}
@@ -96,7 +96,7 @@ class Console:
             document = {"event": type(event).__name__.lower(), **asdict(event)}
         if isinstance(event, Transfer) and not self._is_due(("transfer", event.node), TRANSFER_EVERY_S):
             return
-        print(self._masked(json.dumps(document)), flush=True)
+        print(json.dumps(self._without_secrets(document)), flush=True)
 
     def _log(self, event: LogText) -> None:
         who = f"{event.node} r{event.rank}" if event.rank is not None else f"{event.node} mpirun"
@@ -167,6 +167,16 @@ class Console:
         if not (self._color and stream.isatty()):
             return text
         return click.style(text, fg=fg, bold=bold)
+
+    def _without_secrets(self, value: Any) -> Any:
+        """A document in whose texts secrets are masked: once they are encoded, nobody would know them again."""
+        if not self._secrets:
+            return value
+        if isinstance(value, Mapping):
+            return {key: self._without_secrets(one) for key, one in value.items()}
+        if isinstance(value, list | tuple):
+            return [self._without_secrets(one) for one in value]
+        return self._masked(value) if isinstance(value, str) else value
 
     def _masked(self, text: str) -> str:
         for secret in self._secrets:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import re
+import shlex
 import sys
 
 import pytest
@@ -70,6 +71,44 @@ def test_secrets_are_never_shown(capsys: pytest.CaptureFixture[str], as_json: bo
     console.error(UnreachableError("secret refused", node="n", advice="secret"))
     out, err = capsys.readouterr()
     assert "secret" not in out + err and "it is ***, or ***" in out
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_a_secret_is_found_in_every_form(capsys: pytest.CaptureFixture[str], as_json: bool) -> None:
+    """Escaped for JSON, quoted for a shell, or one line of several: a private key is not shown piece by piece."""
+    secret = "pass\"wo\\rd's é"
+    key = "-----BEGIN KEY-----\nMIIEpAIBAAKCAQEA\nshort\n"
+    console = Console(as_json=as_json, secrets=[secret, key])
+    for text in (secret, shlex.join(["--token", secret]), "MIIEpAIBAAKCAQEA", json.dumps(secret)):
+        console.emit(log(f"it is {text}!"))
+        console.emit(Result(document={"value": text}, text=text))
+    out, err = capsys.readouterr()
+    assert "wo" not in out + err and "MIIE" not in out and out.count("***") == 8
+
+
+HOSTILE = "a\x1b[2J\x1b]0;owned\x07b\x08c\x9b31m\u202ed\x7f\tend"
+SHOWN = "a^[[2J^[]0;owned^Gb^Hc\\x9b31m\\u202ed^?\tend"
+
+
+def test_escape_sequences_do_not_drive_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    """In a rank's output, a node's words in a step or note, an error and its advice: shown, not sent."""
+    console = Console()
+    events = (log(HOSTILE), Step(text=HOSTILE), Notice(text=HOSTILE), Result(document={}, text=f"{HOSTILE}\n{HOSTILE}"))
+    for event in events:
+        console.emit(event)
+    console.error(UnreachableError(HOSTILE, node="n", advice=HOSTILE))
+    out, err = capsys.readouterr()
+    assert not set("\x1b\x07\x08\x9b\u202e\x7f") & set(out + err)
+    assert (out + err).count(SHOWN) == 7
+
+
+def test_raw_output_is_the_ranks_own(capsys: pytest.CaptureFixture[str]) -> None:
+    """--raw is for the ranks' lines alone: colours there, no orders from anywhere else."""
+    console = Console(raw=True)
+    console.emit(log("\x1b[31mred\x1b[0m"))
+    console.emit(Notice(text="\x1b[2J"))
+    out, err = capsys.readouterr()
+    assert out == "[node1 r3] \x1b[31mred\x1b[0m\n" and err == "note: ^[[2J\n"
 
 
 def test_errors_name_every_node_and_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:

@@ -230,6 +230,12 @@ class TestSecrets:
         """KEY and TOKEN count as words, not as letters inside one."""
         assert is_secret_name(name) is secret
 
+    def test_a_job_names_further_ones(self) -> None:
+        """`job.secrets` hides what no name tells; a name that job.env does not have is a slip, and told."""
+        text = 'nodes: [a]\njob: {env: {DB_URL: "postgres://u:p@h", X: visible}, secrets: [DB_URL]}\n'
+        assert read(text).secrets == {"postgres://u:p@h"}
+        assert "which has no DB_URI" in str(refused('nodes: [a]\njob: {env: {DB_URL: "x"}, secrets: [DB_URI]}\n'))
+
     def test_a_value_too_short_to_mask_is_not_listed(self) -> None:
         """Masking every "1" or "" would leave no readable message."""
         assert read('nodes: [a]\njob: {env: {A_KEY: "1", B: "${X}", C: "${E}"}}\n', X="2", E="").secrets == frozenset()

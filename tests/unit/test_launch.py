@@ -184,6 +184,16 @@ def test_secrets_are_not_in_the_printed_script() -> None:
     assert "${HF_TOKEN:?" in script
 
 
+def test_secrets_in_arguments_are_masked_before_they_are_encoded() -> None:
+    """Nobody could mask them afterwards; the script says that it is not complete."""
+    plan = launch([machine(EPYC, 0)], {"args": ["--url=db://hunter2@h", "plain"], "env": {"A": "x-hunter2"}})
+    script = by_hand(plan, [], ["hunter2"])
+    payload = next(line.split("=", 1)[1] for line in script.splitlines() if line.startswith("export CLUSTER_TRAIN_LAUNCH="))
+    document = zlib.decompress(base64.urlsafe_b64decode(payload)).decode()
+    assert "hunter2" not in document and "--url=db://***@h" in document and "plain" in document
+    assert "NOT COMPLETE" in script and "NOT COMPLETE" not in by_hand(plan, [], [])
+
+
 def test_the_table_of_ranks_reads_like_the_kernel_writes() -> None:
     """Cores are shown as ranges."""
     assert ranges([0, 1, 2, 8, 10, 11]) == "0-2,8,10-11"
