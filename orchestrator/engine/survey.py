@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from orchestrator.actions import agent, launch
+from orchestrator.actions import agent, launch, trust
 from orchestrator.actions.probe import interpreter, probe
 from orchestrator.actions.shared_root import by_root
 from orchestrator.engine.reach import connected, probed
@@ -26,6 +26,10 @@ def doctor(inventory: Inventory, emit: Emit) -> tuple[Finding, ...]:
     with connected(inventory) as fleet:
         nodes = probed(fleet, inventory, emit)
         found = list(findings(nodes, time.time()))
+        for node in nodes:
+            for address in trust.accepted_from(node):
+                text = f"accepts the key of {nodes[0].name} at {address}, until a `cluster-train teardown`"
+                emit(Step(node=node.name, text=text))
         try:
             emit(Step(text=network_of(inventory, nodes).reason))
         except PreflightError as error:

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 FINAL_STATES = frozenset({"succeeded", "failed", "stopped", "lost"})
 SHOWN_LINES = 20
+# Intel MPI's hydra; the exit code is ssh's, which is that of what it ran, or 255.
+_UNABLE = re.compile(r"[Uu]nable to run bstrap_proxy on (\S+) \(pid \d+, exit code (\d+)\)")
+_EXIT_CODES = {
+    3: "it cannot call back to this machine: see the firewall, and that both are on one network",
+    126: "it is there, but cannot be run",
+    127: "it is not there",
+    255: "ssh could not log in",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +95,7 @@ def judge(status: Mapping[str, Any], exits: Iterable[Mapping[str, Any]]) -> Verd
 def _judged(state: str, found: Mapping[str, Any]) -> Verdict:
     return Verdict(
         state=state,
-        summary=found["summary"],
+        summary=(_helper_that_did_not_start(found["tail"]) if found["kind"] == "mpirun" else "") or found["summary"],
         rank=found["rank"],
         node=found["node"],
         exit_code=found["exit_code"],
@@ -97,6 +106,17 @@ def _judged(state: str, found: Mapping[str, Any]) -> Verdict:
         tail_of=found["tail_of"],
         others=tuple(found["others"]),
     )
+
+
+def _helper_that_did_not_start(lines: Sequence[str]) -> str:
+    """What hydra's own words on this mean, which never say why; the words of ssh, or of the other node, stand among them."""
+    failed = next((match for line in lines if (match := _UNABLE.search(line))), None)
+    if failed is None:
+        return ""
+    code = int(failed[2]) >> 8  # as wait() returns it
+    said = [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("[mpiexec@")]
+    why = said[-1] if said else _EXIT_CODES.get(code, f"exit code {code}")
+    return f"mpirun could not start its helper on {failed[1]}: {why}"
 
 
 def _is_failure(record: Mapping[str, Any]) -> bool:

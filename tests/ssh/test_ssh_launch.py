@@ -1,0 +1,93 @@
+"""SSH from node0 to the other nodes as mpirun uses it: what breaks there is named in the run's outcome, and nothing hangs."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+from commands import REPOSITORY, ClusterTrain, LocalStack, Ran
+from jobs import script
+from sshd import SshdNode, SshdNodes
+
+HELLO = "import os; print('hello from', os.environ['RANK'])"
+# On the second node mpirun's helper meets this; everything else works there, our own commands too.
+ON_NODE1 = """case "$HOME $SSH_ORIGINAL_COMMAND" in
+*home1\\ *hydra_bstrap_proxy*) {0} ;;
+esac;
+cd "$HOME" && exec "$SHELL" ${{SSH_ORIGINAL_COMMAND+-c "$SSH_ORIGINAL_COMMAND"}}""".replace("\n", " ")
+
+
+@pytest.fixture
+def up(
+    cluster_train: ClusterTrain, sshd_factory: SshdNodes, local_stack: LocalStack, tmp_path: Path
+) -> Callable[..., tuple[Ran, list[SshdNode]]]:
+    """Runs a job on two nodes, of which the second does this to mpirun's helper."""
+
+    def call(trouble: str) -> tuple[Ran, list[SshdNode]]:
+        nodes = sshd_factory(2, ForceCommand=ON_NODE1.format(trouble))
+        content = {
+            "root": str(local_stack.borrowed(tmp_path / "root")),
+            "ssh": {"key": str(nodes[0].key), "known_hosts": str(nodes[0].known_hosts), "port": nodes[0].port},
+            "nodes": [{"name": f"node{index}", "host": node.host} for index, node in enumerate(nodes)],
+            "stack": yaml.safe_load((REPOSITORY / "inventories" / "local.yml").read_text())["stack"],
+            "job": {"ppn": 1, "grace_s": 3, "script": script(tmp_path, HELLO)},
+        }
+        (tmp_path / "lab.yml").write_text(yaml.safe_dump(content))
+        return cluster_train("up", tmp_path / "lab.yml"), nodes
+
+    return call
+
+
+@pytest.mark.stack
+@pytest.mark.parametrize(
+    ("trouble", "why"),
+    [
+        ("echo hydra_bstrap_proxy: not found >&2; exit 127", "hydra_bstrap_proxy: not found"),
+        ("exit 127", "it is not there"),
+        ("exit 126", "it is there, but cannot be run"),
+        ("kill -9 $PPID; exit 1", "closed by remote host"),
+    ],
+)
+def test_a_helper_that_does_not_start_on_the_other_node_is_told(
+    up: Callable[..., tuple[Ran, list[SshdNode]]], trouble: str, why: str
+) -> None:
+    """hydra says "unable to run bstrap_proxy" and hides why (volcano 2398, az-hop 906): the node's, or ssh's, own words do."""
+    ran, nodes = up(trouble)
+    assert ran.exit_code == 1, ran.stderr
+    summary = next(line for line in ran.stdout.splitlines() if line.startswith("run "))
+    assert f"mpirun could not start its helper on {nodes[1].host}: " in summary and why in summary
+    assert not [one for node in nodes for one in node.processes() if "hydra" in " ".join(one.argv)]
+
+
+@pytest.mark.stack
+def test_node0s_key_is_restricted_and_goes_again(
+    up: Callable[..., tuple[Ran, list[SshdNode]]], cluster_train: ClusterTrain, tmp_path: Path
+) -> None:
+    """It runs commands, from node0's address only; no terminal, no forwarding. `doctor` lists it, `teardown` removes it."""
+    _, (head, other) = up("exit 127")
+    allowed = other.home / ".ssh" / "authorized_keys"
+    line = allowed.read_text().splitlines()[0]
+    assert line.startswith(f'restrict,from="{head.host}" ssh-ed25519 ') and line.split()[-1].startswith("cluster-train:")
+    assert "cluster-train:" not in (head.home / ".ssh" / "authorized_keys").read_text()
+    identity = tmp_path / "root" / "ssh" / "id_ed25519"
+    assert identity.stat().st_mode & 0o777 == 0o600
+    plain = [word.replace(str(other.key), str(identity)) for word in other.ssh()]
+
+    def code(source: str, *words: str, options: tuple[str, ...] = ()) -> int:
+        command = [*plain[:-1], "-b", source, *options, plain[-1], *words]
+        return subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=60).returncode
+
+    assert code(head.host, "true") == 0
+    assert code("127.0.0.1", "true") == 255
+    assert code(head.host, "test -t 0", options=("-tt",)) != 0
+    assert code(head.host, options=("-W", f"{head.host}:{head.port}")) == 255
+    told = cluster_train("doctor", tmp_path / "lab.yml")
+    assert f"accepts the key of node0 at {head.host}" in told.stderr and "teardown" in told.stderr
+    for link in (tmp_path / "root").iterdir():
+        if link.is_symlink():  # what this test has borrowed
+            link.unlink()
+    assert cluster_train("teardown", tmp_path / "lab.yml", "--yes").exit_code == 0
+    assert "cluster-train:" not in allowed.read_text() and not identity.exists()
