@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -91,3 +92,43 @@ def test_node0s_key_is_restricted_and_goes_again(
             link.unlink()
     assert cluster_train("teardown", tmp_path / "lab.yml", "--yes").exit_code == 0
     assert "cluster-train:" not in allowed.read_text() and not identity.exists()
+
+
+@pytest.mark.stack
+@pytest.mark.parametrize("has_a_key_of_its_own", [False, True])
+def test_from_node0_itself_mpirun_uses_the_key_that_ssh_config_names_or_the_clusters(
+    cluster_train: ClusterTrain, sshd_factory: SshdNodes, local_stack: LocalStack, tmp_path: Path, has_a_key_of_its_own: bool
+) -> None:
+    """The inventory says addresses only. A key that serves without a person serves mpirun too; one in the agent does not."""
+    (node,) = sshd_factory(1)
+    key = Path(shutil.copy(node.key, tmp_path / "key"))
+    config = tmp_path / "ssh_config"
+    config.write_text(f"Host {node.host}\n  Port {node.port}\n  User {node.user}\n  IdentityFile {key}\n")
+    content = {
+        "root": str(local_stack.borrowed(tmp_path / "root")),
+        "ssh": {"config": str(config), "known_hosts": str(node.known_hosts)},
+        "nodes": [{"name": "node0", "host": "localhost"}, {"name": "node1", "host": node.host}],
+        "stack": yaml.safe_load((REPOSITORY / "inventories" / "local.yml").read_text())["stack"],
+        "job": {"ppn": 1, "script": script(tmp_path, HELLO)},
+    }
+    (tmp_path / "lab.yml").write_text(yaml.safe_dump(content))
+    environment = {"HOME": str(tmp_path)}  # so that authorized_keys of whoever runs the tests stays as it is
+    if has_a_key_of_its_own:
+        agent = subprocess.Popen(["ssh-agent", "-D", "-a", tmp_path / "agent"], stdout=subprocess.DEVNULL)
+        environment["SSH_AUTH_SOCK"] = str(tmp_path / "agent")
+        try:
+            while not (tmp_path / "agent").exists():
+                assert agent.poll() is None
+            subprocess.run(["ssh-add", "-q", key], env=environment, check=True, timeout=60)
+            key.unlink()
+            ran = cluster_train("up", tmp_path / "lab.yml", env=environment)
+        finally:
+            agent.terminate()
+            agent.wait(60)
+    else:
+        ran = cluster_train("up", tmp_path / "lab.yml", env=environment)
+    assert ran.exit_code == 0, ran.stdout + ran.stderr
+    assert "hello from 1" in ran.stdout
+    (used,) = (tmp_path / "root" / "runs").glob("*/ssh_config")
+    assert (str(tmp_path / "root" / "ssh" / "id_ed25519") in used.read_text()) is has_a_key_of_its_own
+    assert ("accepts the cluster's key" in ran.stderr) is has_a_key_of_its_own
