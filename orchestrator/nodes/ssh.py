@@ -173,7 +173,7 @@ class _Encrypted(paramiko.Transport):
 class _Hop:
     """One server that we are logged in to."""
 
-    def __init__(self, connection: fabric.Connection, login: ssh_keys.Login, proxy: ProxyCommand | None) -> None:
+    def __init__(self, connection: fabric.Connection, login: ssh_keys.KeyLogin, proxy: ProxyCommand | None) -> None:
         self.login = login
         self._connection = connection
         self._proxy = proxy
@@ -225,7 +225,7 @@ def _connect(node: str, route: Route, before: paramiko.Transport | None, options
 
 def _log_in(node: str, route: Route, before: paramiko.Transport | None, options: SshOptions) -> _Hop:
     limit_s = options.connect_timeout
-    login = ssh_keys.Login(route)
+    login = ssh_keys.KeyLogin(route)
     proxy: ProxyCommand | None = None
     connection: fabric.Connection | None = None
     sock: Any = None
@@ -252,7 +252,7 @@ def _log_in(node: str, route: Route, before: paramiko.Transport | None, options:
         raise _failure(node, route, error, said) from None
 
 
-def _connection(node: str, route: Route, options: SshOptions, sock: object, login: ssh_keys.Login) -> fabric.Connection:
+def _connection(node: str, route: Route, options: SshOptions, sock: object, login: ssh_keys.KeyLogin) -> fabric.Connection:
     limit_s = options.connect_timeout
     arguments: dict[str, Any] = {
         "sock": sock,

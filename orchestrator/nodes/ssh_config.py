@@ -125,7 +125,7 @@ def _route(node: str, login: Login, options: SshOptions, behind: tuple[str, ...]
         host=host,
         port=port,
         user=user,
-        known_as=alias or (host if port == 22 else f"[{host}]:{port}").lower(),
+        known_as=(alias or (host if port == 22 else f"[{host}]:{port}")).lower(),
         known_hosts=_known_hosts(settings, options, tokens),
         hashes_hosts=_first(settings, "hashknownhosts", "no") == "yes",
         key_files=tuple(dict.fromkeys([*named, *files])),

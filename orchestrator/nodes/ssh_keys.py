@@ -36,7 +36,7 @@ class Refused(paramiko.AuthenticationException):
     """The server took none of the keys."""
 
 
-class Login:
+class KeyLogin:
     """Logs in to one server; `key_file` is then the file that did it, None where it was the agent or needs a passphrase.
 
     It is what paramiko calls an AuthStrategy.
@@ -63,7 +63,9 @@ class Login:
             self._tried.append(file or f"the agent's {key.get_name()} key")
             try:
                 further = transport.auth_publickey(self._route.user, key)
-            except paramiko.AuthenticationException:
+            except paramiko.AuthenticationException as error:
+                if "timeout" in str(error):  # which is not for the next key to wait for again
+                    raise TimeoutError from None
                 if not transport.is_active():
                     raise Refused(self._too_many()) from None
                 continue

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 from collections.abc import Callable
@@ -112,14 +113,14 @@ def test_from_node0_itself_mpirun_uses_the_key_that_ssh_config_names_or_the_clus
         "job": {"ppn": 1, "script": script(tmp_path, HELLO)},
     }
     (tmp_path / "lab.yml").write_text(yaml.safe_dump(content))
-    environment = {"HOME": str(tmp_path)}  # so that authorized_keys of whoever runs the tests stays as it is
+    environment: dict[str, str] = {}
     if has_a_key_of_its_own:
         agent = subprocess.Popen(["ssh-agent", "-D", "-a", tmp_path / "agent"], stdout=subprocess.DEVNULL)
         environment["SSH_AUTH_SOCK"] = str(tmp_path / "agent")
         try:
             while not (tmp_path / "agent").exists():
                 assert agent.poll() is None
-            subprocess.run(["ssh-add", "-q", key], env=environment, check=True, timeout=60)
+            subprocess.run(["ssh-add", "-q", key], env={**os.environ, **environment}, check=True, timeout=60)
             key.unlink()
             ran = cluster_train("up", tmp_path / "lab.yml", env=environment)
         finally:
