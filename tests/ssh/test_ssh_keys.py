@@ -159,16 +159,18 @@ def on_a_terminal(nodes: list[SshdNode], key: Path, tmp_path: Path, answers: lis
     }
     (tmp_path / "lab.yml").write_text(yaml.safe_dump(content))
     code = (
-        "import sys; from orchestrator.actions.inventory_file import load_inventory\n"
+        "import fcntl, termios; fcntl.ioctl(1, termios.TIOCSCTTY, 0)  # stdout becomes the terminal of this session\n"
+        "from orchestrator.actions.inventory_file import load_inventory\n"
         "from orchestrator.nodes.fleet import connect\n"
         f"fleet = connect(load_inventory({str(tmp_path / 'lab.yml')!r}))\n"
         "print('connected', len(fleet.transports)); fleet.close()\n"
     )
-    child, terminal = pty.fork()
-    if child == 0:
-        os.environ.pop("SSH_AUTH_SOCK", None)
-        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-        os.execv(sys.executable, [sys.executable, "-c", code])
+    plain = {name: value for name, value in os.environ.items() if name != "SSH_AUTH_SOCK"}
+    terminal, its = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], env=plain, stdin=subprocess.DEVNULL, stdout=its, stderr=its, start_new_session=True
+    )
+    os.close(its)
     shown, asked, deadline = "", 0, time.monotonic() + LIMIT_S
     while True:
         assert time.monotonic() < deadline, shown
@@ -181,6 +183,6 @@ def on_a_terminal(nodes: list[SshdNode], key: Path, tmp_path: Path, answers: lis
         if len(re.findall(r"passphrase of [^:]+: ", shown)) > asked:
             os.write(terminal, answers[asked].encode() + b"\n")
             asked += 1
-    os.waitpid(child, 0)
+    process.wait(LIMIT_S)
     os.close(terminal)
     return shown
