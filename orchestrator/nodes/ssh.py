@@ -175,13 +175,9 @@ class _Hop:
 
     def __init__(self, connection: fabric.Connection, login: ssh_keys.KeyLogin, proxy: ProxyCommand | None) -> None:
         self.login = login
+        self.transport: paramiko.Transport = connection.client.get_transport()  # which a closed client forgets
         self._connection = connection
         self._proxy = proxy
-
-    @property
-    def transport(self) -> paramiko.Transport:
-        transport: paramiko.Transport = self._connection.client.get_transport()
-        return transport
 
     def close(self) -> None:
         self._connection.client.close()

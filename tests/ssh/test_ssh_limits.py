@@ -180,6 +180,15 @@ def test_a_server_that_never_starts_the_command_has_a_limit(tmp_path: Path, monk
         reached.close()
 
 
+def test_a_connection_that_is_closed_opens_nothing(sshd_factory: SshdNodes) -> None:
+    """As after a Ctrl-C, when threads are still under way: an error of ours, at once."""
+    reached = reach(sshd_factory(1)[0])
+    reached.close()
+    with pytest.raises(UnreachableError, match="cannot open a channel"):
+        reached.open(["true"])
+    reached.close()
+
+
 def test_one_nodes_failure_does_not_make_the_others_wait(sshd_factory: SshdNodes, tmp_path: Path) -> None:
     """A key that one node refuses ends the command for all, with that node named (ColossalAI 2959 and 3066 hung there)."""
     good, bad = sshd_factory(2)
