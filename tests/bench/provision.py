@@ -134,8 +134,10 @@ def many(nodes: Sequence[SshdNode], scratch: Path) -> None:
     loaded = load_inventory(inventory)
     with connected(loaded) as fleet:
         lock, _ = choose(loaded, probe(fleet, loaded), lambda event: None, fetch=False)
-    (root / "envs" / lock.digest).mkdir(parents=True)
-    (root / "envs" / lock.digest / "complete.json").write_text(json.dumps({"versions": {}}))
+    environment = root / "envs" / lock.digest
+    (environment / "bin").mkdir(parents=True)
+    (environment / "bin" / "python").symlink_to(sys.executable)
+    (environment / "complete.json").write_text(json.dumps({"versions": {}}))
     fabric = [sys.executable, "-c", FABRIC, json.dumps([(node.host, node.port) for node in nodes]), str(nodes[0].key)]
     ours: list[float] = []
     theirs: list[float] = []
