@@ -41,7 +41,7 @@ CHANNEL_TIMEOUT_S = 20.0
 # Above its MaxStartups, 10 by default, sshd drops connections that are not logged in yet; it takes a moment to see that one
 # is. We stay well below that, and come again where we are dropped.
 STARTS_AT_ONCE = 5
-COME_AGAIN_FOR_S = 30.0
+COME_AGAIN_FOR_S = 20.0
 LONGEST_PAUSE_S = 3.0
 # Paramiko logs tracebacks of what it raises as well; whoever wants them adds a handler.
 logging.getLogger("paramiko").addHandler(logging.NullHandler())
