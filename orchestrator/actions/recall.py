@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-
-from pydantic import TypeAdapter, ValidationError
-from pydantic.dataclasses import dataclass
+from typing import Any
 
 from orchestrator.actions import agent
 from orchestrator.actions.probe import interpreter
@@ -27,17 +26,18 @@ LOOK_TIMEOUT_S = 30
 SOME_MISSING = 1  # the exit code of `stat`
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Recollection:
     """One node as it was.
 
     Args:
-        paths: where its facts came from.
+        document: what its probe printed.
+        paths: where that came from.
         seen: what `stat` said of those paths.
     """
 
-    facts: NodeFacts
-    paths: tuple[str, ...]
+    document: Mapping[str, Any]
+    paths: Sequence[str]
     seen: str
 
 
@@ -53,10 +53,11 @@ def recall(fleet: Fleet, inventory: Inventory) -> tuple[NodeFacts, ...] | None:
         return _look(transport, recollection.paths) == recollection.seen
 
     try:
-        untouched = all(fleet.each(is_untouched).values())
+        if not all(fleet.each(is_untouched).values()):
+            return None
+        return tuple(NodeFacts.from_json(name, recollection.document) for name, recollection in known.items())
     except ClusterTrainError:
         return None  # whoever asks in full will say what is wrong
-    return tuple(recollection.facts for recollection in known.values()) if untouched else None
 
 
 def remember(fleet: Fleet, inventory: Inventory, nodes: Sequence[NodeFacts]) -> None:
@@ -66,11 +67,11 @@ def remember(fleet: Fleet, inventory: Inventory, nodes: Sequence[NodeFacts]) -> 
     def see(transport: Transport) -> Recollection | None:
         paths = _paths(facts[transport.node])
         seen = _look(transport, paths)
-        return Recollection(facts=facts[transport.node], paths=paths, seen=seen) if seen else None
+        return Recollection(document=facts[transport.node].document, paths=paths, seen=seen) if seen else None
 
     for node, recollection in zip(inventory.nodes, fleet.each(see).values(), strict=True):
         if recollection:
-            write_cached(_file(inventory, node), _adapter().dump_json(recollection).decode())
+            write_cached(_file(inventory, node), json.dumps(asdict(recollection)))
 
 
 def _paths(node: NodeFacts) -> tuple[str, ...]:
@@ -100,10 +101,7 @@ def _file(inventory: Inventory, node: Node) -> Path:
 
 def _stored(path: Path) -> Recollection | None:
     try:
-        return _adapter().validate_json(path.read_bytes())
-    except (OSError, ValidationError):
-        return None  # none yet, or of another version
-
-
-def _adapter() -> TypeAdapter[Recollection]:
-    return TypeAdapter(Recollection)
+        kept = json.loads(path.read_bytes())
+        return Recollection(document=kept["document"], paths=kept["paths"], seen=kept["seen"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None  # none yet, or damaged

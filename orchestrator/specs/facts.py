@@ -7,7 +7,7 @@ records and reader stand in one module, so that a field and its check change tog
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
 from orchestrator.errors import CommandError
@@ -172,6 +172,7 @@ class NodeFacts:
         free_ports: TCP ports that were free during the probe.
         cluster_key: public half of the key with which this node reaches the others; None before it is made.
         authorized: comments of the cluster keys that may log in here.
+        document: what all this was read from.
     """
 
     name: str
@@ -199,6 +200,7 @@ class NodeFacts:
     state: RootState
     cluster_key: str | None
     authorized: tuple[str, ...]
+    document: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
     def from_json(cls, node_name: str, document: Mapping[str, Any]) -> NodeFacts:
@@ -210,7 +212,7 @@ class NodeFacts:
         schema = fields.integer("schema")
         if schema != SCHEMA:
             raise fields.error("schema", f"{SCHEMA}", schema)
-        return _node_facts(fields)
+        return replace(_node_facts(fields), document=document)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
