@@ -19,6 +19,7 @@ import click
 
 from orchestrator import __version__, engine
 from orchestrator.actions.attend import Outcome
+from orchestrator.actions.doctor import Diagnosis
 from orchestrator.actions.inventory_file import load_inventory
 from orchestrator.actions.lockfile import read_lock, write_lock
 from orchestrator.actions.provision import Provisioned
@@ -27,6 +28,7 @@ from orchestrator.actions.verify import Verified
 from orchestrator.console import Console
 from orchestrator.errors import ClusterTrainError, Interrupted, InventoryError
 from orchestrator.planning.launch import LaunchPlan
+from orchestrator.planning.report import findings_text, nodes_text, ways_text
 from orchestrator.planning.script import by_hand, mpirun_line, placement_table
 from orchestrator.planning.tables import table
 from orchestrator.planning.verdict import Verdict
@@ -260,19 +262,17 @@ def runs(ctx: click.Context, inventory_file: str, local: bool, limit: int, log_d
 @json_option
 @click.pass_context
 def doctor(ctx: click.Context, inventory_file: str, as_json: bool) -> None:
-    """Look for what would make `up` fail or crawl, node by node.
+    """Look for what would make `up` fail or crawl, node by node and from node to node.
 
-    Looks at the connection, host key and login, the root directory and its disk, Python and the C library, shared memory, open
-    files, load, clocks, host names and the common network. Each finding comes with what to do about it; exit 5 if anything
-    would make `up` fail.
+    Looks at the connection, host key and login, the root directory and its disk, Python, shared memory, processors, limits,
+    load, clocks, names and remains of runs; then tries every way between nodes that a launch will use: node0's SSH, MASTER_PORT,
+    the launcher's port, and random ports in both directions, as gloo opens them. Each finding comes with what to do about it;
+    exit 5 if anything would make `up` fail.
     """
     console = Console(as_json=as_json)
-    found = engine.doctor(_inventory(ctx, inventory_file, console), console.emit)
-    rows = [("", "node", "finding", "evidence", "remedy")]
-    rows += [(finding.severity, finding.node, finding.what, finding.evidence, finding.remedy) for finding in found]
-    text = table(rows) if found else "nothing found: `cluster-train up` should work"
-    console.emit(Result(document={"findings": [asdict(finding) for finding in found]}, text=text))
-    ctx.exit(5 if any(finding.severity == "error" for finding in found) else 0)
+    diagnosis = engine.doctor(_inventory(ctx, inventory_file, console), console.emit)
+    console.emit(_diagnosis_result(diagnosis, console))
+    ctx.exit(0 if diagnosis.is_fit else 5)
 
 
 @cli.command()
@@ -416,6 +416,25 @@ def _consequences(verdict: Verdict) -> list[str]:
     for other in verdict.others:
         ranks.setdefault(other["summary"], []).append(str(other["rank"]))
     return [f"because of it, rank{'s' * (len(those) > 1)} {', '.join(those)}: {end}" for end, those in ranks.items()]
+
+
+def _diagnosis_result(diagnosis: Diagnosis, console: Console) -> Result:
+    parts = [
+        nodes_text(diagnosis.nodes, diagnosis.health, diagnosis.network) if diagnosis.nodes else "",
+        ways_text(diagnosis.ways),
+        diagnosis.cost.text() if diagnosis.cost else "",
+        findings_text(diagnosis.findings, console.colored) if diagnosis.findings else "",
+        "`cluster-train up` should work" if diagnosis.is_fit else "`cluster-train up` would fail",
+    ]
+    document = {
+        "findings": [asdict(finding) for finding in diagnosis.findings],
+        "nodes": {name: asdict(health) for name, health in diagnosis.health.items()},
+        "network": asdict(diagnosis.network) if diagnosis.network else None,
+        "ways": [asdict(way) for way in diagnosis.ways],
+        "ssh": [asdict(way) for way in diagnosis.ssh],
+        "cost": asdict(diagnosis.cost) if diagnosis.cost else None,
+    }
+    return Result(document=document, text="\n".join(part for part in parts if part))
 
 
 def _dry_run_result(inventory: Inventory, plan: LaunchPlan) -> Result:

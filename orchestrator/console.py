@@ -52,6 +52,10 @@ class Console:
         """Add values that must not be shown."""
         self._secrets = sorted({*self._secrets, *secrets}, key=len, reverse=True)
 
+    def colored(self, text: str, color: str) -> str:
+        """A piece of a result's text in a color, where stdout shows any."""
+        return self._styled(text, sys.stdout, fg=color)
+
     def emit(self, event: Event) -> None:
         """Show one event."""
         with self._lock:

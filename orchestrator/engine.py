@@ -12,6 +12,7 @@ from typing import Any
 
 from orchestrator.actions import agent, launch, trust
 from orchestrator.actions.attend import Outcome, attend, outcome_of, sweep
+from orchestrator.actions.doctor import Diagnosis, diagnose
 from orchestrator.actions.follow import FINAL_STATES, Follower, RunReference
 from orchestrator.actions.lockfile import LockFile
 from orchestrator.actions.probe import interpreter, probe
@@ -25,12 +26,10 @@ from orchestrator.actions.sync import JobFiles, collect, job_dir, sync
 from orchestrator.actions.verify import Verified, take_away, verify
 from orchestrator.errors import InventoryError, PreflightError
 from orchestrator.nodes.fleet import Fleet, connect
-from orchestrator.planning.checks import findings
 from orchestrator.planning.compat import StackChoice
 from orchestrator.planning.inventory_text import parse_inventory
 from orchestrator.planning.launch import LaunchPlan, LaunchRequest, plan_launch
 from orchestrator.planning.network import NetworkChoice, network_of
-from orchestrator.planning.preflight import Finding
 from orchestrator.planning.verdict import judge
 from orchestrator.specs.events import Emit, Event, Notice, Step
 from orchestrator.specs.facts import NodeFacts
@@ -171,18 +170,9 @@ def local_runs(log_dir: str | None) -> list[dict[str, Any]]:
     return [{**record.read(RECORD), "status": record.read("status.json")} for record in records(log_dir)]
 
 
-def doctor(inventory: Inventory, emit: Emit) -> tuple[Finding, ...]:
+def doctor(inventory: Inventory, emit: Emit) -> Diagnosis:
     """Everything found that would make `up` fail or crawl, errors first. Changes nothing but our own scripts' directory."""
-    with connected(inventory) as fleet:
-        nodes = _probed(fleet, inventory, emit)
-        found = list(findings(nodes, time.time()))
-        try:
-            emit(Step(text=network_of(inventory, nodes).reason))
-        except PreflightError as error:
-            name = fleet.head.node
-            problem = Finding(severity="error", node=name, what="no network", evidence=error.message, remedy=error.advice)
-            found.insert(0, problem)
-        return tuple(found)
+    return diagnose(inventory, emit)
 
 
 def init(hosts: Sequence[str], ssh: Mapping[str, Any], emit: Emit) -> str:

@@ -7,7 +7,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import TypeVar
 
-from orchestrator.errors import FleetError
+from orchestrator.errors import ClusterTrainError, FleetError
 from orchestrator.nodes.local import LocalTransport, is_this_machine
 from orchestrator.nodes.transport import Transport, failure_of
 from orchestrator.specs.inventory import Inventory, Node
@@ -60,6 +60,23 @@ def connect(inventory: Inventory, nodes: Iterable[Node] | None = None) -> Fleet:
             transport.close()
         raise
     return Fleet({node.name: made[node.name] for node in chosen}, inventory.parallel)
+
+
+def connect_each(inventory: Inventory) -> tuple[dict[str, Transport], dict[str, ClusterTrainError]]:
+    """Connect to every node at once: those that answered, and why the others did not. The caller closes the connections."""
+
+    def connector(node: Node) -> Callable[[], Transport | ClusterTrainError]:
+        def connect_one() -> Transport | ClusterTrainError:
+            try:
+                return _transport(inventory, node)
+            except Exception as error:
+                return failure_of(node.name, error)
+
+        return connect_one
+
+    found = on_all({node.name: connector(node) for node in inventory.nodes}, inventory.parallel)
+    failures = {name: result for name, result in found.items() if isinstance(result, ClusterTrainError)}
+    return {name: result for name, result in found.items() if not isinstance(result, ClusterTrainError)}, failures
 
 
 def on_all(actions: Mapping[str, Callable[[], T]], parallel: int) -> dict[str, T]:

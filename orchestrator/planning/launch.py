@@ -16,6 +16,7 @@ from orchestrator.planning.hops import hops_from_head, known_hosts, ssh_config, 
 from orchestrator.planning.mpirun import LAUNCH_VARIABLE, PROGRAM, STOP_SIGNAL, Flavour, MpiCommand, MpiRequest, mpi_command
 from orchestrator.planning.network import NetworkChoice
 from orchestrator.planning.placement import PlacementNode, place, ranks_per_node
+from orchestrator.planning.ports import shares
 from orchestrator.specs.facts import NodeFacts
 from orchestrator.specs.inventory import Inventory
 from orchestrator.specs.lock import Lock
@@ -134,6 +135,7 @@ def plan_launch(request: LaunchRequest) -> LaunchPlan:
             interface=network.endpoints[0].interface,
             variables={name: inventory.job.env.get(name, value) for name, value in variables.items()},
             command=(f"{_env_dir(request)}/bin/python", f"{document['agent_dir']}/rank.py"),
+            ports=shares(inventory.network.ports) if inventory.network.ports else None,
         )
     )
     files = {"hostfile": (command.hostfile, 0o600)}
@@ -179,7 +181,10 @@ def _translate(request: LaunchRequest) -> Translation:
 def _common_variables(head: NodeFacts, ranks: Sequence[RankPlan], network: NetworkChoice, inventory: Inventory) -> dict[str, str]:
     """What all ranks share; OMP_NUM_THREADS only where it is one number for all."""
     if not head.free_ports:
-        raise PreflightError(f"{head.name}: no free port for MASTER_PORT was found", advice="see what listens there: ss -ltn")
+        raise PreflightError(
+            f"{head.name}: no free port for MASTER_PORT was found",
+            advice="see what listens there: ss -ltnp; or name others with `network.ports`",
+        )
     variables = {
         "MASTER_ADDR": network.endpoints[0].address,
         "MASTER_PORT": str(head.free_ports[0]),

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from orchestrator.errors import PreflightError
+from orchestrator.planning.ports import PortShares
 
 Flavour = Literal["impi", "mpich", "openmpi"]
 
@@ -53,6 +54,7 @@ class MpiRequest:
         interface: the head's network card towards the other nodes.
         variables: environment of all ranks, named on the command line.
         command: what each rank runs.
+        ports: what launcher and ranks may listen on; None for any.
     """
 
     flavour: Flavour
@@ -63,6 +65,7 @@ class MpiRequest:
     interface: str
     variables: Mapping[str, str]
     command: tuple[str, ...]
+    ports: PortShares | None = None
 
     @property
     def scratch(self) -> str:
@@ -87,13 +90,15 @@ def _hydra(request: MpiRequest) -> MpiCommand:
     if request.uses_ssh:
         # The card makes hydra give the other nodes an address to call back, where the head's name may not resolve.
         argv += ["-iface", request.interface, "-launcher", "ssh", "-launcher-exec", f"{request.run_dir}/ssh"]
-    for name, value in request.variables.items():
+    for name, value in {**_library_ports(request), **request.variables}.items():
         argv += ["-genv", name, value]
     # Cores are rank.py's business; the abort of a run comes as SIGHUP, so that ranks tell it from a stop with its grace.
     env = {"I_MPI_PIN": "0", "I_MPI_JOB_ABORT_SIGNAL": "1"} if request.flavour == "impi" else {}
     # Of the topology MPICH's proxies write a file into /tmp, unless they are told of one: where that is missing, the machine
     # itself is looked at, which is what they do without any. UCX is its transport.
     topology = {"HWLOC_XMLFILE": f"{request.scratch}/none.xml"} if request.flavour == "mpich" else {}
+    if request.ports:
+        env["I_MPI_PORT_RANGE" if request.flavour == "impi" else "MPIEXEC_PORT_RANGE"] = "{}:{}".format(*request.ports.launcher)
     env |= {"UCX_POSIX_DIR": request.scratch, **topology} if topology else {}
     return MpiCommand(
         hostfile="".join(f"{_bracketed(host)}:{count}\n" for host, count in request.hosts),
@@ -115,8 +120,11 @@ def _openmpi(request: MpiRequest) -> MpiCommand:
         argv += ["--prtemca", "plm_ssh_agent", f"ssh -F {request.run_dir}/ssh_config", "--prtemca", "plm_ssh_no_tree_spawn", "1"]
     # Where a killed mpirun or rank leaves its files; each machine has its own, whatever root they have in common.
     argv += ["--prtemca", "prte_tmpdir_base", request.scratch]
+    if request.ports:
+        for version in ("ipv4", "ipv6"):
+            argv += ["--prtemca", f"oob_tcp_dynamic_{version}_ports", "{}-{}".format(*request.ports.launcher)]
     places = {f"OMPI_MCA_{part}_backing_directory": request.scratch for part in ("btl_sm", "osc_sm", "osc_rdma")}
-    for name, value in {**places, **request.variables}.items():
+    for name, value in {**places, **_library_ports(request), **request.variables}.items():
         argv += ["-x", f"{name}={value}"]
     argv += ["-x", LAUNCH_VARIABLE]
     return MpiCommand(
@@ -125,6 +133,22 @@ def _openmpi(request: MpiRequest) -> MpiCommand:
         # Has an effect for root alone, whom Open MPI refuses otherwise: a person who logs in as root has decided that.
         env={"PRTE_ALLOW_RUN_AS_ROOT": "1", "PRTE_ALLOW_RUN_AS_ROOT_CONFIRM": "1"},
     )
+
+
+def _library_ports(request: MpiRequest) -> dict[str, str]:
+    """Variables that keep the ranks' own use of MPI (libfabric's and UCX's TCP, MPICH's old channel) to the open ports."""
+    if request.ports is None:
+        return {}
+    first, last = request.ports.library
+    if request.flavour == "impi":
+        return {"FI_TCP_PORT_LOW_RANGE": str(first), "FI_TCP_PORT_HIGH_RANGE": str(last)}
+    if request.flavour == "mpich":
+        return {"UCX_TCP_PORT_RANGE": f"{first}-{last}", "MPIR_CVAR_CH3_PORT_RANGE": f"{first}:{last}"}
+    count = str(last - first + 1)
+    return {
+        **{f"OMPI_MCA_btl_tcp_port_min_{version}": str(first) for version in ("v4", "v6")},
+        **{f"OMPI_MCA_btl_tcp_port_range_{version}": count for version in ("v4", "v6")},
+    }
 
 
 def _bracketed(host: str) -> str:

@@ -104,7 +104,9 @@ class _Candidate:
 def network_of(inventory: Inventory, nodes: Sequence[NodeFacts]) -> NetworkChoice:
     """`choose_network` for the nodes of an inventory, which may name the network; raises as that does."""
     hosts = {node.name: inventory.login(node).host for node in inventory.nodes}
-    return choose_network([NetworkNode(name=node.name, facts=node, host=hosts[node.name]) for node in nodes], inventory.network)
+    return choose_network(
+        [NetworkNode(name=node.name, facts=node, host=hosts[node.name]) for node in nodes], inventory.network.cidr
+    )
 
 
 def choose_network(nodes: Sequence[NetworkNode], wanted: str | None) -> NetworkChoice:
