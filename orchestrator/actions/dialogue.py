@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable
+from functools import partial
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 from orchestrator.actions import agent
-from orchestrator.errors import CommandError, NodeError
+from orchestrator.errors import CommandError, NodeError, UnreachableError
 from orchestrator.nodes.transport import Channel, Transport
 
+T = TypeVar("T")
+
 ANSWER_TIMEOUT_S = 30.0
+SESSION_ENDS_S = 1.0
 CLOCK_QUESTIONS = 3
 
 
@@ -29,11 +34,11 @@ class Dialogue:
         self._argv = agent.command(root, python, "doctor.py", [root, *(["-".join(map(str, ports))] if ports else [])])
         self._asked = 0
         self._rest = b""
-        self._channel = transport.open(self._argv)
+        self._channel = _patiently(partial(transport.open, self._argv))
         if self._is_missing():
-            agent.ship(transport, root, python)
+            _patiently(partial(agent.ship, transport, root, python))
             self._rest = b""
-            self._channel = transport.open(self._argv)
+            self._channel = _patiently(partial(transport.open, self._argv))
 
     def ask(self, question: str, timeout_s: float = ANSWER_TIMEOUT_S, **details: Any) -> Any:
         """The answer to one question; raises CommandError where there is none in time."""
@@ -114,6 +119,18 @@ class Dialogue:
             command="doctor.py",
             advice="look at the node's load and network, then try again",
         )
+
+
+def _patiently(action: Callable[[], T]) -> T:
+    """Where sshd allows one session only, the next one has to wait until it has seen the end of the last."""
+    deadline = time.monotonic() + SESSION_ENDS_S
+    while True:
+        try:
+            return action()
+        except UnreachableError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.05)
 
 
 def _parsed(line: bytes) -> dict[str, Any] | None:
