@@ -277,21 +277,28 @@ def doctor(ctx: click.Context, inventory_file: str, as_json: bool) -> None:
 
 @cli.command()
 @click.argument("hosts", nargs=-1, required=True, metavar="HOST...")
-@click.option("-o", "--output", default=DEFAULT_INVENTORY, show_default=True, help="The file to write; never overwritten.")
+@click.option("-o", "--output", default=DEFAULT_INVENTORY, show_default=True, help="The file to write.")
 @click.option("--user", help="Login name on the hosts.")
 @click.option("--key", help="Private key file.")
 @click.option("--port", type=click.IntRange(1, 65535), help="Port of sshd.")
+@click.option("--yes", is_flag=True, help="Overwrite the file if it is there.")
 @json_option
-def init(hosts: tuple[str, ...], output: str, user: str | None, key: str | None, port: int | None, as_json: bool) -> None:
-    """Look at machines and write an inventory for them. A HOST is an address, or user@address:port; node0 comes first."""
+def init(
+    hosts: tuple[str, ...], output: str, user: str | None, key: str | None, port: int | None, yes: bool, as_json: bool
+) -> None:
+    """Look at machines and write a commented inventory of what was found. node0 comes first.
+
+    A HOST is an address, or user@address:port; or the path of a hostfile; or a quoted pattern of host names that your
+    ~/.ssh/config knows: `cluster-train init 'node*'`.
+    """
     console = Console(as_json=as_json)
     path = Path(output)
-    if path.exists():
-        raise InventoryError(f"{path} exists already", advice="name another file with --output")
+    if path.exists() and not (yes or (sys.stdin.isatty() and _is_agreed(f"{path} exists already. Overwrite it?"))):
+        raise InventoryError(f"{path} exists already", advice="name another file with --output, or say --yes to overwrite it")
     text = engine.init(hosts, {"user": user, "key": key, "port": port}, console.emit)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text)
-    console.emit(Result(document={"inventory": str(path)}, text=f"wrote {path}; next: cluster-train up {path} -- train.py"))
+    console.emit(Result(document={"inventory": str(path)}, text=f"wrote {path}; next: cluster-train doctor {path}"))
 
 
 @cli.command()

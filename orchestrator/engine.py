@@ -14,8 +14,9 @@ from orchestrator.actions import agent, launch, trust
 from orchestrator.actions.attend import Outcome, attend, outcome_of, sweep
 from orchestrator.actions.doctor import Diagnosis, diagnose
 from orchestrator.actions.follow import FINAL_STATES, Follower, RunReference
+from orchestrator.actions.hosts import nodes_named
 from orchestrator.actions.lockfile import LockFile
-from orchestrator.actions.probe import interpreter, probe
+from orchestrator.actions.probe import interpreter, probe, probe_each
 from orchestrator.actions.provision import Provisioned, choose, provision
 from orchestrator.actions.prune import Unused, remove, survey, to_keep
 from orchestrator.actions.recall import recall, remember
@@ -28,6 +29,7 @@ from orchestrator.errors import InventoryError, PreflightError
 from orchestrator.nodes.fleet import Fleet, connect
 from orchestrator.planning.compat import StackChoice
 from orchestrator.planning.inventory_text import parse_inventory
+from orchestrator.planning.inventory_writing import named, written_inventory
 from orchestrator.planning.launch import LaunchPlan, LaunchRequest, plan_launch
 from orchestrator.planning.network import NetworkChoice, network_of
 from orchestrator.planning.verdict import judge
@@ -177,20 +179,17 @@ def doctor(inventory: Inventory, emit: Emit) -> Diagnosis:
 
 def init(hosts: Sequence[str], ssh: Mapping[str, Any], emit: Emit) -> str:
     """The text of an inventory for machines that answer; raises FleetError naming those that do not."""
-    cluster = {"cluster": "lab", "ssh": {key: value for key, value in ssh.items() if value}, "nodes": list(hosts)}
-    inventory = parse_inventory(json.dumps(cluster), file="command line.yml", environment={})
+    nodes, said = named(nodes_named(hosts)), {key: value for key, value in ssh.items() if value}
+    cluster = json.dumps({"cluster": "lab", "ssh": said, "nodes": nodes})
+    inventory = parse_inventory(cluster, file="command line.yml", environment={})
     with connected(inventory) as fleet:
-        _probed(fleet, inventory, emit)
-    lines = ["# Written by `cluster-train init`; every other key has a default.", "cluster: lab"]
-    lines += [f"ssh: {json.dumps(cluster['ssh'])}"] if cluster["ssh"] else []
-    lines += ["nodes:", *(f"  - {json.dumps({'name': f'node{i}', 'host': host})}" for i, host in enumerate(hosts))]
-    lines += [
-        "stack:",
-        "  extra_index: [https://download.pytorch.org/whl/cpu]   # CPU builds of torch",
-        "job:",
-        "  script: train.py",
-    ]
-    return "\n".join(lines) + "\n"
+        facts = probe_each(fleet, inventory)
+        _tell(fleet, facts, emit)
+    try:
+        network: NetworkChoice | PreflightError = network_of(inventory, facts)
+    except PreflightError as error:
+        network = error  # whoever wrote the inventory can say which
+    return written_inventory(nodes, said, facts, network)
 
 
 def prune(

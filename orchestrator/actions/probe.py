@@ -24,6 +24,13 @@ def probe(fleet: Fleet, inventory: Inventory) -> tuple[NodeFacts, ...]:
 
     Raises FleetError naming every node that did not answer, and InventoryError when `root` is not one path on all of them.
     """
+    found = probe_each(fleet, inventory)
+    check_root(inventory, found)
+    return found
+
+
+def probe_each(fleet: Fleet, inventory: Inventory) -> tuple[NodeFacts, ...]:
+    """The same, wherever `root` lies on each of them."""
     python = interpreter(inventory)
     wanted = master_ports(inventory.network.ports)
     ports = ["--ports", "{}-{}".format(*wanted)] if wanted else []
@@ -32,9 +39,7 @@ def probe(fleet: Fleet, inventory: Inventory) -> tuple[NodeFacts, ...]:
         document = agent.call(transport, inventory.root, python, "probe.py", ["--root", inventory.root, *ports])
         return NodeFacts.from_json(transport.node, document)
 
-    found = tuple(fleet.each(probe_one).values())
-    check_root(inventory, found)
-    return found
+    return tuple(fleet.each(probe_one).values())
 
 
 def check_root(inventory: Inventory, nodes: tuple[NodeFacts, ...]) -> None:

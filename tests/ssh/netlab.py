@@ -86,9 +86,13 @@ class NetworkLab:
 
     def on(self, name: str, *command: str) -> str:
         """Run a command of root on a machine (or on the "switch"), past SSH."""
-        done = subprocess.run(self._into(name, *command), capture_output=True, text=True, timeout=60)
+        done = self.run_on(name, *command)
         assert done.returncode == 0, (command, done.stdout, done.stderr)
         return done.stdout
+
+    def run_on(self, name: str, *command: str) -> subprocess.CompletedProcess[str]:
+        """The same, whatever its exit code."""
+        return subprocess.run(self._into(name, *command), capture_output=True, text=True, timeout=60)
 
     def start_on(self, name: str, *command: str, env: Mapping[str, str] | None = None) -> subprocess.Popen[bytes]:
         """Start a command on a machine; it ends with the machine at the latest."""
