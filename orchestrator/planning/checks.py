@@ -41,7 +41,7 @@ def findings(
     found = list(unfit(nodes, now_unix_s))
     for node in nodes:
         skew_s = known[node.name].skew_s if node.name in known else node.time_unix_s - now_unix_s
-        found += [*_clock(node, skew_s, known.get(node.name)), *_machine(node), *_names(node)]
+        found += [*_clock(node, skew_s, known.get(node.name)), *_machine(node, known.get(node.name)), *_names(node)]
     return by_severity(found)
 
 
@@ -76,7 +76,7 @@ def _clock(node: NodeFacts, skew_s: float, health: NodeHealth | None) -> Iterato
         yield warning(node, "clock differs", shown, "start a time service there: timedatectl set-ntp true")
 
 
-def _machine(node: NodeFacts) -> Iterator[Finding]:
+def _machine(node: NodeFacts, health: NodeHealth | None) -> Iterator[Finding]:
     if node.disk.free_bytes < SMALLEST_FREE_BYTES and not node.state.envs:
         yield error(
             node, "too little disk space", f"{node.disk.free_bytes / 1e9:.1f} GB free", "free some, or name another `root`"
@@ -88,7 +88,8 @@ def _machine(node: NodeFacts) -> Iterator[Finding]:
         yield warning(node, "few open files allowed", str(node.open_files_limit), OPEN_FILES_REMEDY)
     cores = len({cpu.core for cpu in node.cpu.logical})
     if node.load_1m > cores / 2 + 1:
-        yield warning(node, "others use this node", f"load {node.load_1m:.1f} on {cores} cores", "see who: uptime; top")
+        busiest = f", most of all {health.busiest[:60]}" if health and health.busiest else ""
+        yield warning(node, "others use this node", f"load {node.load_1m:.1f} on {cores} cores{busiest}", "see who: uptime; top")
 
 
 def _names(node: NodeFacts) -> Iterator[Finding]:

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 from orchestrator.cli import cli
+from orchestrator.planning.ways import LAUNCHER, MASTER
 from orchestrator.specs.inventory import describe
 
 
@@ -23,6 +24,18 @@ def test_every_command_is_listed(repository: Path) -> None:
         *("up", "provision", "doctor", "status", "logs", "stop", "runs", "init", "teardown")
     ]
     assert set(cli.commands) <= set(listed)
+
+
+def test_findings_that_it_names_exist(repository: Path) -> None:
+    """Each finding in the table of symptoms is one that the doctor makes, word by word."""
+    section = (repository / "README.md").read_text().split("## When it does not work")[1].split("\n## ")[0]
+    rows = [line.split("|")[2] for line in section.splitlines() if line.startswith("| ")][1:]
+    named = {name for row in rows for name in re.findall(r'"([^"]+)"', row)}
+    planning = (repository / "orchestrator" / "planning").glob("*.py")
+    source = "".join(path.read_text() for path in [*planning, repository / "orchestrator" / "actions" / "doctor.py"])
+    made = {name.replace("{head}", "node0") for name in re.findall(r'f?"([^"\n]+)"', source)}
+    verbs = {f"a firewall {verb} {use}" for verb in ("drops", "rejects") for use in (MASTER, LAUNCHER, "random ports (gloo)")}
+    assert len(named) > 25 and named - made - verbs == set()
 
 
 def test_files_that_it_names_exist(repository: Path) -> None:
