@@ -7,7 +7,7 @@ Each line of stdin is a JSON object with `id` and `ask`, each answer a line with
 clock                                        this machine's time
 facts                                        what probe.py and examine.py tell of it
 resolve {names}                              the addresses that it finds for each name
-listen {address, ports, token}               listen on these ports (0: any); which it got
+listen {address, ports, token}               listen on these ports (0: any): those it got, or null
 meet {targets, token, limit_s}               call other nodes' ports: see meet.py
 run {files, commands, limit_s}               run programs at the same time: exit code, stderr, seconds
 
@@ -61,7 +61,7 @@ class Doctor:
     def listen(self, asked):
         listener = meet.Listener(asked["address"], asked["ports"], asked["token"])
         self.listeners.append(listener)
-        return {"ports": listener.ports, "errors": listener.errors}
+        return {"ports": listener.ports}
 
     def meet(self, asked):
         return meet.meet_all(asked["targets"], asked["token"], asked["limit_s"])

@@ -20,16 +20,16 @@ REJECTED = (errno.ECONNREFUSED, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EAC
 
 
 class Listener:
-    """Listens on some ports of one address until it is closed."""
+    """Listens on some ports of one address until it is closed; `ports` are those it got, None in place of those it did not."""
 
     def __init__(self, address, ports, token):
         self.token = token
-        self.sockets, self.ports, self.errors = [], [], {}
+        self.sockets, self.ports = [], []
         for port in ports:
             try:
                 listening = listen(address, port)
-            except OSError as error:
-                self.errors[str(port)] = error.strerror or str(error)
+            except OSError:
+                self.ports.append(None)
                 continue
             self.sockets.append(listening)
             self.ports.append(listening.getsockname()[1])

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from orchestrator.actions import trust
 from orchestrator.actions.dialogue import Dialogue
@@ -21,7 +21,7 @@ from orchestrator.planning.costs import StepCost, cost_findings, memory_findings
 from orchestrator.planning.hops import hops_from_head, known_hosts, ssh_config
 from orchestrator.planning.network import NetworkChoice, network_of
 from orchestrator.planning.placement import PlacementNode, place
-from orchestrator.planning.ports import master_ports
+from orchestrator.planning.ports import master_ports, shares
 from orchestrator.planning.preflight import Finding
 from orchestrator.planning.ways import GLOO, LAUNCHER, MASTER, WAIT_S, gloo_pairs, ring_pairs, ssh_findings, way_findings
 from orchestrator.specs.events import Emit, Step
@@ -201,42 +201,38 @@ def _ways(
 ) -> list[Way]:
     """Every way that a launch will use, tried at once; then the ring again with some bytes, as an all-reduce does."""
     addresses = {endpoint.node: endpoint.address for endpoint in choice.endpoints}
-    head, token = nodes[0], secrets.token_hex(16)
-    if not head.free_ports:
-        first, last = master_ports(inventory.network.ports) or (29500, 29999)
-        found.append(
-            Finding(
-                severity="error",
-                node=head.name,
-                what="no free port",
-                evidence=f"all of {first}-{last} are taken",
-                remedy="see what listens there: ss -ltnp; or name others with `network.ports`",
-            )
-        )
-    named = list(head.free_ports[:2])
+    head, token, names = nodes[0], secrets.token_hex(16), list(dialogues)
+    wanted = {name: [(GLOO, 0)] for name in names}
+    wanted[head.name] += _ports_of_head(inventory, head, found)
 
-    def listen(node: str, dialogue: Dialogue) -> dict[str, Any]:
-        ports = [*(named if node == head.name else []), 0]
-        answer: dict[str, Any] = dialogue.ask("listen", address=addresses[node], ports=ports, token=token)
-        return answer
+    def listen(node: str, dialogue: Dialogue) -> dict[str, int]:
+        ports = [port for _, port in wanted[node]]
+        got = dialogue.ask("listen", address=addresses[node], ports=ports, token=token)["ports"]
+        return {use: port for (use, _), port in zip(wanted[node], got, strict=True) if port is not None}
 
     listening = _with_all(listen, dialogues, found)
-    random_ports = {name: answer["ports"][-1] for name, answer in listening.items() if answer["ports"]}
-    uses = [
-        (source, target, GLOO, random_ports[target]) for source, target in gloo_pairs(list(dialogues)) if target in random_ports
-    ]
-    reachable = [port for port in named if port in listening.get(head.name, {}).get("ports", [])]
-    for use, port in zip((MASTER, LAUNCHER), reachable, strict=False):
-        uses += [(name, head.name, use, port) for name in dialogues if name != head.name]
+    pairs = [(source, target, GLOO) for source, target in gloo_pairs(names)]
+    pairs += [(name, head.name, use) for use in (MASTER, LAUNCHER) for name in names[1:]]
+    uses = [(*pair, listening[pair[1]][pair[2]]) for pair in pairs if pair[2] in listening.get(pair[1], {})]
     ways = _tried(dialogues, addresses, token, uses, 0, found)
     is_open = {(way.source, way.target) for way in ways if way.use == GLOO and way.state == "open"}
-    ring = [
-        (source, target, GLOO, random_ports[target])
-        for source, target in ring_pairs(list(dialogues))
-        if (source, target) in is_open
-    ]
-    speeds = {(way.source, way.target): way.bytes_per_s for way in _tried(dialogues, addresses, token, ring, SAMPLE_BYTES, found)}
+    ring = [use for use in uses if use[2] == GLOO and use[:2] in is_open.intersection(ring_pairs(names))]
+    sampled = _tried(dialogues, addresses, token, ring, SAMPLE_BYTES, found)
+    speeds = {(way.source, way.target): way.bytes_per_s for way in sampled}
     return [replace(way, bytes_per_s=speeds.get((way.source, way.target))) if way.use == GLOO else way for way in ways]
+
+
+def _ports_of_head(inventory: Inventory, head: NodeFacts, found: list[Finding]) -> list[tuple[str, int]]:
+    """What node0 listens on in a run: MASTER_PORT, and the launcher, which takes any port unless the inventory names some."""
+    ports = inventory.network.ports
+    launcher = (LAUNCHER, shares(ports).launcher[0] if ports else 0)
+    if head.free_ports:
+        return [(MASTER, head.free_ports[0]), launcher]
+    first, last = master_ports(ports) or (29500, 29999)
+    remedy = "see what listens there: ss -ltnp; or name others with `network.ports`"
+    shown = f"all of {first}-{last} are taken"
+    found.append(Finding(severity="error", node=head.name, what="no free port", evidence=shown, remedy=remedy))
+    return [launcher]
 
 
 def _tried(

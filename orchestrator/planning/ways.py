@@ -16,6 +16,7 @@ from orchestrator.specs.inventory import NetworkOptions
 from orchestrator.specs.run import Endpoint
 
 MASTER, LAUNCHER, GLOO = "MASTER_PORT", "launcher", "gloo"
+PORTS_OF = {MASTER: MASTER, LAUNCHER: "the launcher's port", GLOO: "random ports (gloo)"}
 WAIT_S = 3.0  # a node of one's own network answers within milliseconds, or after a lost packet within a second
 SLOW_LATENCY_S = 0.002
 
@@ -84,7 +85,7 @@ def _shut(target: str, use: str, state: str, ways: Sequence[Way], choice: Networ
     callers = ", ".join(way.source for way in ways)
     shown = f"{callers} -> {address}:{ways[0].port}: {ways[0].error}"
     verbs = {"dropped": "a firewall drops", "rejected": "a firewall rejects", "stranger": "another program answers"}
-    what = f"{verbs.get(state, 'cannot connect to')} {'random ports (gloo)' if use == GLOO else use}"
+    what = f"{verbs.get(state, 'cannot connect to')} {PORTS_OF[use]}"
     return Finding(severity="error", node=target, what=what, evidence=shown, remedy=_opening(use, choice, options))
 
 

@@ -100,7 +100,8 @@ class TestFirewalls:
         open_ports = (*FIREWALL, "--dport", "29500:29999", "-j", "ACCEPT")
         with firewall(plain, "node0", ANSWERS_PASS, open_ports, (*FIREWALL, *HIGH_PORTS, "-j", target)):
             ran, found = plain.doctor()
-        assert ran.exit_code == 5 and errors(found) == {("node0", f"a firewall {verb} random ports (gloo)")}
+        assert ran.exit_code == 5
+        assert errors(found) == {("node0", f"a firewall {verb} {use}") for use in ("random ports (gloo)", "the launcher's port")}
         one = of(found, "node0", f"a firewall {verb} random ports (gloo)")
         assert re.match(r"node1 -> 10\.77\.0\.10:\d+: ", one["evidence"]) and said in one["evidence"]
         assert "ip_local_port_range" in one["remedy"] and "10.77.0.0/24" in one["remedy"]
@@ -110,7 +111,7 @@ class TestFirewalls:
         with firewall(plain, "node0", ANSWERS_PASS, (*FIREWALL, *HIGH_PORTS, "-j", "DROP")):
             _, found = plain.doctor()
         assert {what for _, what in errors(found)} == {
-            f"a firewall drops {use}" for use in ("MASTER_PORT", "launcher", "random ports (gloo)")
+            f"a firewall drops {use}" for use in ("MASTER_PORT", "the launcher's port", "random ports (gloo)")
         }
         assert "network: {ports: 29500-29600}" in of(found, "node0", "a firewall drops MASTER_PORT")["remedy"]
 

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from orchestrator.cli import cli
-from orchestrator.planning.ways import LAUNCHER, MASTER
+from orchestrator.planning.ways import PORTS_OF
 from orchestrator.specs.inventory import describe
 
 
@@ -34,7 +34,7 @@ def test_findings_that_it_names_exist(repository: Path) -> None:
     planning = (repository / "orchestrator" / "planning").glob("*.py")
     source = "".join(path.read_text() for path in [*planning, repository / "orchestrator" / "actions" / "doctor.py"])
     made = {name.replace("{head}", "node0") for name in re.findall(r'f?"([^"\n]+)"', source)}
-    verbs = {f"a firewall {verb} {use}" for verb in ("drops", "rejects") for use in (MASTER, LAUNCHER, "random ports (gloo)")}
+    verbs = {f"a firewall {verb} {use}" for verb in ("drops", "rejects") for use in PORTS_OF.values()}
     assert len(named) > 25 and named - made - verbs == set()
 
 
