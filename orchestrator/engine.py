@@ -27,6 +27,7 @@ from orchestrator.actions.sync import JobFiles, collect, job_dir, sync
 from orchestrator.actions.verify import Verified, take_away, verify
 from orchestrator.errors import InventoryError, PreflightError
 from orchestrator.nodes.fleet import Fleet, connect
+from orchestrator.planning.checks import findings
 from orchestrator.planning.compat import StackChoice
 from orchestrator.planning.inventory_text import parse_inventory
 from orchestrator.planning.inventory_writing import named, written_inventory
@@ -258,6 +259,9 @@ def _ready(
 ) -> tuple[tuple[NodeFacts, ...], NetworkChoice, Provisioned]:
     """Nodes that have the environment, accept the head's key, and hold the job's files; their network, their stack."""
     nodes = _probed(fleet, inventory, emit)
+    for finding in findings(nodes, time.time()):
+        if finding.severity == "warning":  # errors are told, all at once, by what would fail
+            emit(Notice(text=f"{finding.node}: {finding.what}: {finding.evidence} ({finding.remedy})"))
     network = network_of(inventory, nodes)
     trust.authorize_head(fleet, nodes, network.endpoints, emit)
     stack = provision(fleet, inventory, nodes, emit, locked, network.endpoints)

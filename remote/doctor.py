@@ -11,16 +11,14 @@ listen {address, ports, token}               listen on these ports (0: any): tho
 meet {targets, token, limit_s}               call other nodes' ports: see meet.py
 run {files, commands, limit_s}               run programs at the same time: exit code, stderr, seconds
 
-Changes nothing: files that commands need lie in a directory that is gone with this process.
+Changes nothing: files that commands need lie in a directory that is gone with this process. What only the head needs is
+imported when it is asked for: starting this is most of what a doctor costs.
 """
 
 import json
 import os
-import shutil
 import socket
-import subprocess
 import sys
-import tempfile
 import threading
 import time
 
@@ -68,6 +66,8 @@ class Doctor:
 
     def run(self, asked):
         """`files`: name to text, made for the commands, in which {directory} stands for where they lie."""
+        import tempfile
+
         self.directory = self.directory or tempfile.mkdtemp(prefix="cluster-train-doctor-")
         for name, text in asked.get("files", {}).items():
             with open(os.path.join(self.directory, name), "w") as stream:
@@ -85,11 +85,15 @@ class Doctor:
         for listener in self.listeners:
             listener.close()
         if self.directory:
+            import shutil
+
             shutil.rmtree(self.directory, ignore_errors=True)
 
 
 def run_command(command, timeout_s):
     """{"code", "stderr", "seconds"}; code None where it did not end in time or is not there."""
+    import subprocess
+
     started = time.monotonic()
     try:
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)

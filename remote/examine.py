@@ -5,7 +5,6 @@ Nothing here raises for what cannot be read: it is null, zero or empty then.
 
 import os
 import resource
-import tempfile
 import time
 
 import processes
@@ -76,10 +75,14 @@ def nearest_directory(path):
 
 def writing_error(directory):
     """Why no file can be written there; None where one can. Rights alone do not tell: disks fill, NFS refuses."""
+    path = os.path.join(directory, ".cluster-train-doctor-%d" % os.getpid())
     try:
-        with tempfile.TemporaryFile(dir=directory) as stream:
-            stream.write(b"\0" * 4096)
-            stream.flush()
+        descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
+        try:
+            os.write(descriptor, b"\0" * 4096)
+        finally:
+            os.close(descriptor)
+            os.unlink(path)
     except OSError as error:
         return error.strerror or str(error)
     return None
