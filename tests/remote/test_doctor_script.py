@@ -76,7 +76,7 @@ def test_a_stranger_on_the_port(interpreter: Path, tmp_path: Path) -> None:
         with socket.create_connection(("127.0.0.1", port)) as stranger:
             stranger.sendall(b'{"token": "another", "bytes": 1}\n')
             assert stranger.recv(100) == b""
-        greet = "import socket,sys; s=socket.socket(fileno=int(sys.argv[1])); c,_=s.accept(); c.sendall(b'220 hello\n')"
+        greet = "import socket,sys; s=socket.socket(fileno=int(sys.argv[1])); c,_=s.accept(); c.sendall(b'220 hello')"
         answering = subprocess.Popen(["python3", "-c", greet, str(other.fileno())], pass_fds=[other.fileno()])
         (met,) = meet(script, {"address": "127.0.0.1", "port": other.getsockname()[1], "bytes": 0})
         assert met["state"] == "stranger"
