@@ -14,6 +14,7 @@ import time
 
 CHUNK = b"\0" * (1 << 16)
 LISTEN_S = 60.0  # for how long a listener answers at most
+TALK_TIMEOUT_S = 8.0  # without any progress
 PINGS = 5
 # What a firewall that rejects answers with, by its kind: a reset or an ICMP message. One that drops answers nothing.
 REJECTED = (errno.ECONNREFUSED, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EACCES, errno.EPERM, errno.ECONNRESET)
@@ -54,7 +55,7 @@ class Listener:
         """Pings are sent back one by one, the bytes are taken, the peer's address is told."""
         try:
             with connection:
-                connection.settimeout(10.0)
+                connection.settimeout(TALK_TIMEOUT_S)
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 stream = connection.makefile("rb", 1 << 16)
                 asked = json.loads(stream.readline(1000).decode())
@@ -111,20 +112,25 @@ def meet_all(targets, token, timeout_s):
 def meet(target, token, timeout_s):
     """Call one {"address", "port", "bytes"}, over the way that the kernel takes by itself.
 
-    The answer's `state` is "open", "dropped" (no answer at all), "rejected", "no route" or "stranger" (somebody else answers).
+    The answer's `state` is "open", "dropped" (no answer at all), "rejected", "failed", "stranger" (somebody else answers, or
+    cuts the connection) or "stuck" (connected, but what is sent does not arrive).
     """
     result = {"state": "open", "error": "", "latency_s": None, "bytes_per_s": None, "seen_as": None}
-    started = time.monotonic()
     try:
-        with connect(target, timeout_s) as connection:
-            talk(connection, target["bytes"], token, result)
+        connection = connect(target, timeout_s)
     except socket.timeout:
         result.update(state="dropped", error="no answer within %g s" % timeout_s)
-    except (ValueError, KeyError, AttributeError):
-        result.update(state="stranger", error="something else answers there")
+        return result
     except OSError as error:
         result.update(state=state_of(error), error=error.strerror or str(error))
-    result["seconds"] = time.monotonic() - started
+        return result
+    try:
+        with connection:
+            talk(connection, target["bytes"], token, result)
+    except socket.timeout:
+        result.update(state="stuck", error="connected, but what is sent does not arrive")
+    except (OSError, ValueError, KeyError, AttributeError):
+        result.update(state="stranger", error="something else answers there")
     return result
 
 
@@ -149,7 +155,7 @@ def connect(target, timeout_s):
 
 def talk(connection, size_bytes, token, result):
     """Say who we are, measure the way there and back, and how fast the bytes go."""
-    connection.settimeout(10.0)
+    connection.settimeout(TALK_TIMEOUT_S)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     stream = connection.makefile("rb")
     send(connection, {"token": token, "bytes": size_bytes})

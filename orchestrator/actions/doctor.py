@@ -218,8 +218,15 @@ def _ways(
     is_open = {(way.source, way.target) for way in ways if way.use == GLOO and way.state == "open"}
     ring = [use for use in uses if use[2] == GLOO and use[:2] in is_open.intersection(ring_pairs(names))]
     sampled = _tried(dialogues, addresses, token, ring, SAMPLE_BYTES, found)
-    speeds = {(way.source, way.target): way.bytes_per_s for way in sampled}
-    return [replace(way, bytes_per_s=speeds.get((way.source, way.target))) if way.use == GLOO else way for way in ways]
+    again = {(way.source, way.target): way for way in sampled}
+    return [_with_sample(way, again.get((way.source, way.target))) if way.use == GLOO else way for way in ways]
+
+
+def _with_sample(way: Way, again: Way | None) -> Way:
+    """A way with the speed that its second try showed, or shut after all where that failed."""
+    if again is None or again.state == "open":
+        return replace(way, bytes_per_s=again.bytes_per_s if again else None)
+    return replace(way, state=again.state, error=again.error)
 
 
 def _ports_of_head(inventory: Inventory, head: NodeFacts, found: list[Finding]) -> list[tuple[str, int]]:

@@ -84,6 +84,12 @@ def _shut(target: str, use: str, state: str, ways: Sequence[Way], choice: Networ
     address = _address(choice.endpoints, target)
     callers = ", ".join(way.source for way in ways)
     shown = f"{callers} -> {address}:{ways[0].port}: {ways[0].error}"
+    if state == "stuck":
+        what, remedy = (
+            "large packets are lost",
+            "give the cards of all nodes one MTU (ip link set dev CARD mtu 1500), and the switch too",
+        )
+        return Finding(severity="error", node=target, what=what, evidence=shown, remedy=remedy)
     verbs = {"dropped": "a firewall drops", "rejected": "a firewall rejects", "stranger": "another program answers"}
     what = f"{verbs.get(state, 'cannot connect to')} {PORTS_OF[use]}"
     return Finding(severity="error", node=target, what=what, evidence=shown, remedy=_opening(use, choice, options))

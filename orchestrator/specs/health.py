@@ -94,7 +94,8 @@ class Way:
 
     Args:
         use: what goes this way in a run: "MASTER_PORT", "launcher" or "gloo".
-        state: open, dropped (no answer), rejected, stranger (somebody else answered) or failed.
+        state: open, dropped (no answer), rejected, stranger (somebody else answered), stuck (large packets are
+            lost) or failed.
         latency_s: there and back, the best of some; None where nothing came through.
         bytes_per_s: while all nodes of the ring were sending at once; None where it was not measured.
         seen_as: our address as the other node saw it.

@@ -10,10 +10,13 @@ it, and all of it is gone with its processes.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from ipaddress import ip_interface
 from pathlib import Path
@@ -97,6 +100,19 @@ class NetworkLab:
     def start_on(self, name: str, *command: str, env: Mapping[str, str] | None = None) -> subprocess.Popen[bytes]:
         """Start a command on a machine; it ends with the machine at the latest."""
         return subprocess.Popen(self._into(name, *command), env={**os.environ, **(env or {})}, stdout=subprocess.DEVNULL)
+
+    @contextmanager
+    def authorized(self, address: str) -> Iterator[None]:
+        """node0 has a key of ours that node1 lets in from an address, as after `up`; the agent must have been shipped."""
+        (agent,) = (self.home("node0") / ".cluster-train" / "agent").iterdir()
+        script = f"/root-of-ct/.cluster-train/agent/{agent.name}/authorize.py"
+        home = ("env", "HOME=/root-of-ct", "python3", script)
+        public = json.loads(self.on("node0", *home, "key", "/root-of-ct/.cluster-train"))["public"]
+        comment = f"cluster-train:{hashlib.sha256(public.encode()).hexdigest()[:16]}:{address}"
+        allow = self._into("node1", *home, "allow", comment, address)
+        subprocess.run(allow, input=public, text=True, check=True, stdout=subprocess.DEVNULL, timeout=60)
+        yield
+        self.on("node1", *home, "revoke")
 
     def address(self, name: str, card: int = 0) -> str:
         return str(ip_interface(list(self.machines[name].cards.values())[card]).ip)

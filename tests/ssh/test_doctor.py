@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from netlab import Machine, NetworkLab, can_isolate
+from sshd import SSHD, make_key
 
 pytestmark = pytest.mark.skipif(not can_isolate(), reason="needs root, namespaces and iptables")
 
@@ -188,6 +189,43 @@ class TestNodesThatFail:
         assert "there is no python3.99" in of(found, "node0", "cannot be asked")["evidence"]
 
 
+class TestSshFromNode0:
+    """With the configuration, the key and the host keys that mpirun will have."""
+
+    def test_its_key_is_let_in_from_its_address_only(self, make_lab: Callable[..., NetworkLab]) -> None:
+        """Before `up` has given the key there is nothing to try; then the login works, or it is said that it does not."""
+        lab = make_lab(*PLAIN)
+        ran, found = lab.doctor()
+        assert errors(found) == set() and not ran.result["ssh"][0]["is_authorized"]
+        with lab.authorized("10.77.0.10"):
+            ran, found = lab.doctor()
+            assert errors(found) == set()
+            assert [(way["code"], way["is_authorized"]) for way in ran.result["ssh"]] == [(0, True)]
+            keys = lab.home("node1") / ".ssh" / "authorized_keys"
+            keys.write_text(keys.read_text().replace('from="10.77.0.10"', 'from="10.77.0.99"'))
+            _, found = lab.doctor()
+            assert errors(found) == {("node1", "node0 may not log in there")}
+
+    def test_another_machine_at_that_address(self, make_lab: Callable[..., NetworkLab]) -> None:
+        """The person reaches node1 through a router, node0 meets somebody else at the address: its key is not the one that we
+        verified."""
+        lab = make_lab(*PLAIN)
+        other = lab.directory / "other_key"
+        make_key(other)
+        script = f"exec {SSHD} -D -f {lab.home('node1')}/sshd_config -h {other} -o Port=2222"
+        settings = lab.home("node1") / "sshd_config"
+        kept = [line for line in settings.read_text().splitlines() if not line.startswith(("HostKey", "Port"))]
+        settings.write_text("\n".join(kept) + "\n")
+        impostor = lab.start_on("node1", "sh", "-c", script)
+        to_impostor = ("-p", "tcp", "-s", "10.77.0.10", "--dport", "22", "-j", "REDIRECT", "--to-ports", "2222")
+        lab.on("node1", "iptables", "-w", "-t", "nat", "-A", "PREROUTING", *to_impostor)
+        lab.on("node1", "sh", "-c", "until ss -tln | grep -q :2222; do sleep 0.05; done")
+        _, found = lab.doctor()
+        impostor.kill()
+        impostor.wait()
+        assert errors(found) == {("node1", "node0 meets another host key there")}
+
+
 class TestNames:
     def test_debian_and_no_names_at_all(self, make_lab: Callable[..., NetworkLab]) -> None:
         """127.0.1.1, and a name that does not resolve: both are told, and neither stops a run, which uses addresses."""
@@ -241,6 +279,14 @@ class TestCards:
             plain.on("node1", "iptables", "-w", "-t", "nat", "-F")
             plain.on("node1", "ip", "address", "del", "10.77.0.99/24", "dev", "ens3")
         assert of(found, "node1", "calls from another address")["evidence"] == "node0 sees 10.77.0.99, not 10.77.0.11"
+
+    def test_large_packets_are_lost(self, plain: NetworkLab) -> None:
+        """Cards of unequal MTU with a switch that says nothing: connections are made, and hang with the first gradients."""
+        lost = ("iptables", "-w", "-A", "INPUT", "-p", "tcp", *HIGH_PORTS, "-m", "length", "--length", "1200:65535", "-j", "DROP")
+        with firewall(plain, "node1", lost):
+            _, found = plain.doctor()
+        assert errors(found) == {("node1", "large packets are lost")}
+        assert "MTU" in of(found, "node1", "large packets are lost")["remedy"]
 
     def test_a_slow_network(self, plain: NetworkLab, tmp_path: Path) -> None:
         """Two nodes slower than one: 10 Mbit/s, and a model whose gradients need longer than the computing."""
