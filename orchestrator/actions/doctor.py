@@ -23,7 +23,17 @@ from orchestrator.planning.network import NetworkChoice, network_of
 from orchestrator.planning.placement import PlacementNode, place
 from orchestrator.planning.ports import master_ports, shares
 from orchestrator.planning.preflight import Finding
-from orchestrator.planning.ways import GLOO, LAUNCHER, MASTER, WAIT_S, gloo_pairs, ring_pairs, ssh_findings, way_findings
+from orchestrator.planning.ways import (
+    GLOO,
+    LAUNCHER,
+    MASTER,
+    WAIT_S,
+    gloo_pairs,
+    name_findings,
+    ring_pairs,
+    ssh_findings,
+    way_findings,
+)
 from orchestrator.specs.events import Emit, Step
 from orchestrator.specs.facts import NodeFacts
 from orchestrator.specs.health import NodeHealth, SshWay, Way
@@ -151,6 +161,8 @@ def _examined(
         return Diagnosis(findings=by_severity(found), nodes=nodes, health=health, network=choice)
     emit(Step(text=choice.reason))
     dialogues = {name: patient.dialogue for name, patient in patients.items()}
+    names = sorted({node.hostname for node in nodes})
+    found += name_findings(nodes, _with_all(lambda _, dialogue: dict(dialogue.ask("resolve", names=names)), dialogues, found))
     ways = _ways(inventory, dialogues, nodes, choice, found)
     ssh = _ssh(inventory, transports, dialogues, nodes, choice, found)
     found += way_findings(ways, choice, inventory.network)

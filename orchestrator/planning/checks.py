@@ -8,7 +8,7 @@ from ipaddress import ip_address
 
 from orchestrator.errors import AuthenticationError, ClusterTrainError, HostKeyError, UnreachableError
 from orchestrator.planning.launch import BF16_FLAGS
-from orchestrator.planning.preflight import LARGEST_SKEW_S, Finding, error, note, unfit, warning
+from orchestrator.planning.preflight import LARGEST_SKEW_S, NAMES_HANDLED, Finding, error, note, unfit, warning
 from orchestrator.specs.facts import NodeFacts
 from orchestrator.specs.health import NodeHealth
 from orchestrator.specs.inventory import Inventory
@@ -93,12 +93,11 @@ def _machine(node: NodeFacts, health: NodeHealth | None) -> Iterator[Finding]:
 
 
 def _names(node: NodeFacts) -> Iterator[Finding]:
-    handled = "handled: ranks are given interfaces and addresses, never names; scripts of yours must do so too"
     if not node.hostname_resolves_to:
-        yield note(node, "its name does not resolve", node.hostname, handled)
+        yield note(node, "its name does not resolve", node.hostname, NAMES_HANDLED)
     elif any(ip_address(address.partition("%")[0]).is_loopback for address in node.hostname_resolves_to):
         shown = f"{node.hostname} is {', '.join(node.hostname_resolves_to)}"
-        yield note(node, "its name means itself only", shown, handled)
+        yield note(node, "its name means itself only", shown, NAMES_HANDLED)
 
 
 def _places(node: NodeFacts, health: NodeHealth) -> Iterator[Finding]:

@@ -18,6 +18,7 @@ from orchestrator.specs.lock import Lock, LockedWheel
 
 Severity = Literal["error", "warning", "note"]
 
+NAMES_HANDLED = "handled: ranks are given interfaces and addresses, never names; scripts of yours must do so too"
 LARGEST_SKEW_S = 86_400.0  # beyond that certificates count as expired, and new files look old
 UNPACKED_RATIO = 3.5  # wheels to what is in them, measured on torch 2.13's stack: 428 MB to 1.5 GB
 

@@ -6,11 +6,12 @@ as the ways between neighbours.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 
 from orchestrator.planning.network import NetworkChoice
-from orchestrator.planning.preflight import Finding
+from orchestrator.planning.preflight import NAMES_HANDLED, Finding, note
+from orchestrator.specs.facts import NodeFacts
 from orchestrator.specs.health import SshWay, Way
 from orchestrator.specs.inventory import NetworkOptions
 from orchestrator.specs.run import Endpoint
@@ -57,6 +58,22 @@ def ssh_findings(head: str, ways: Sequence[SshWay], choice: NetworkChoice) -> It
         silent = f"no end within {way.seconds:.0f} s" if way.code is None else f"exit code {way.code}"
         shown = f"{head} -> {addresses[way.target]}: {(way.stderr.strip().splitlines() or [silent])[-1]}"
         yield Finding(severity="error", node=way.target, what=what, evidence=shown, remedy=remedy)
+
+
+def name_findings(nodes: Sequence[NodeFacts], resolved: Mapping[str, Mapping[str, Sequence[str]]]) -> Iterator[Finding]:
+    """Names of nodes that mean other machines elsewhere.
+
+    Args:
+        resolved: by node, what it finds for the names that the nodes call themselves.
+    """
+    for node in nodes:
+        own = {address.partition("/")[0] for card in node.interfaces for address in card.addresses}
+        for observer, found in resolved.items():
+            addresses = [address.partition("%")[0] for address in found.get(node.hostname, ())]
+            if observer != node.name and addresses and not own.intersection(addresses):
+                shown = f"on {observer} {node.hostname} is {', '.join(addresses)}, none of its addresses"
+                yield note(node, "its name means another machine", shown, NAMES_HANDLED)
+                break
 
 
 def _ssh_obstacle(head: str, way: SshWay) -> tuple[str, str]:

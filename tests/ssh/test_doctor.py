@@ -236,6 +236,18 @@ class TestNames:
         assert of(found, "node1", "its name does not resolve")["severity"] == "note"
         assert ran.exit_code == 0 and "handled" in of(found, "node1", "its name does not resolve")["remedy"]
 
+    def test_a_name_that_means_another_machine(self, make_lab: Callable[..., NetworkLab]) -> None:
+        """A stale line in /etc/hosts of another node."""
+        stale = "127.0.0.1 localhost\n10.77.0.11 node1\n"
+        hosts = "127.0.0.1 localhost\n10.77.0.10 node0\n10.77.0.99 node1\n"
+        lab = make_lab(
+            Machine(cards={"eth0": "10.77.0.10/24"}, hosts=hosts), Machine(cards={"eth0": "10.77.0.11/24"}, hosts=stale)
+        )
+        _, found = lab.doctor()
+        told = of(found, "node1", "its name means another machine")
+        assert told["evidence"] == "on node0 node1 is 10.77.0.99, none of its addresses" and errors(found) == set()
+        assert not {what["what"] for what in found} & {"its name means itself only", "its name does not resolve"}
+
 
 class TestCards:
     def test_two_networks(self, make_lab: Callable[..., NetworkLab]) -> None:
