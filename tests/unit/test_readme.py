@@ -31,8 +31,8 @@ def test_findings_that_it_names_exist(repository: Path) -> None:
     section = (repository / "README.md").read_text().split("## When it does not work")[1].split("\n## ")[0]
     rows = [line.split("|")[2] for line in section.splitlines() if line.startswith("| ")][1:]
     named = {name for row in rows for name in re.findall(r'"([^"]+)"', row)}
-    planning = (repository / "orchestrator" / "planning").glob("*.py")
-    source = "".join(path.read_text() for path in [*planning, repository / "orchestrator" / "actions" / "doctor.py"])
+    rooms = [repository / "orchestrator" / room for room in ("planning", "actions")]
+    source = "".join(path.read_text() for room in rooms for path in room.glob("*.py"))
     made = {name.replace("{head}", "node0") for name in re.findall(r'f?"([^"\n]+)"', source)}
     verbs = {f"a firewall {verb} {use}" for verb in ("drops", "rejects") for use in PORTS_OF.values()}
     assert len(named) > 25 and named - made - verbs == set()
