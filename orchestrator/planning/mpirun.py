@@ -5,16 +5,18 @@ Every difference between the flavours that is known stands here (measured with i
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
 from orchestrator.errors import PreflightError
-from orchestrator.planning.ports import PortShares
+from orchestrator.planning.ports import Ports, PortShares
 
 Flavour = Literal["impi", "mpich", "openmpi"]
 
 LAUNCH_VARIABLE = "CLUSTER_TRAIN_LAUNCH"
+WINDOW = 4  # ports for each of Open MPI's daemons
 SCRATCH = "/dev/shm/cluster-train-"  # + the run's id: see remote/scratch.py
 PROGRAM: Mapping[Flavour, str] = {
     "impi": "mpiexec.hydra",  # the `mpirun` beside it is a shell script that runs it as a child: one more process to lose
@@ -122,7 +124,11 @@ def _openmpi(request: MpiRequest) -> MpiCommand:
     argv += ["--prtemca", "prte_tmpdir_base", request.scratch]
     if request.ports:
         for version in ("ipv4", "ipv6"):
-            argv += ["--prtemca", f"oob_tcp_dynamic_{version}_ports", "{}-{}".format(*request.ports.launcher)]
+            argv += [
+                "--prtemca",
+                f"oob_tcp_dynamic_{version}_ports",
+                "{}-{}".format(*_window(request.ports.launcher, request.run_dir)),
+            ]
     places = {f"OMPI_MCA_{part}_backing_directory": request.scratch for part in ("btl_sm", "osc_sm", "osc_rdma")}
     for name, value in {**places, **_library_ports(request), **request.variables}.items():
         argv += ["-x", f"{name}={value}"]
@@ -133,6 +139,13 @@ def _openmpi(request: MpiRequest) -> MpiCommand:
         # Has an effect for root alone, whom Open MPI refuses otherwise: a person who logs in as root has decided that.
         env={"PRTE_ALLOW_RUN_AS_ROOT": "1", "PRTE_ALLOW_RUN_AS_ROOT_CONFIRM": "1"},
     )
+
+
+def _window(ports: Ports, run_dir: str) -> Ports:
+    """A few ports of a share, others for another run: prterun on the head listens on every port that it is given."""
+    first, last = ports
+    start = first + zlib.crc32(run_dir.encode()) % ((last - first + 1) // WINDOW) * WINDOW
+    return start, start + WINDOW - 1
 
 
 def _library_ports(request: MpiRequest) -> dict[str, str]:

@@ -39,7 +39,7 @@ def test_where_nothing_is_said_the_probe_chooses() -> None:
         (
             "openmpi",
             {},
-            ["oob_tcp_dynamic_ipv4_ports 29500-29524", "btl_tcp_port_min_v4=29525", "btl_tcp_port_range_v4=50"],
+            ["btl_tcp_port_min_v4=29525", "btl_tcp_port_range_v4=50"],
         ),
     ],
 )
@@ -47,6 +47,19 @@ def test_each_launcher_is_told_in_its_own_words(flavour: Flavour, env: dict[str,
     """The names were found by looking at the ports in use: see tests/ssh/test_port_range.py."""
     made = mpi_command(replace(REQUEST, flavour=flavour, program="/r/envs/e/bin/mpirun", ports=PORTS))
     assert env.items() <= made.env.items() and all(word in " ".join(made.argv) for word in words)
+
+
+def test_open_mpis_launcher_does_not_take_all() -> None:
+    """It listens on every port that it is given: each run gets a few, within the launcher's share."""
+    windows = set()
+    for run in range(50):
+        argv = mpi_command(
+            replace(REQUEST, flavour="openmpi", program="/e/bin/mpirun", ports=PORTS, run_dir=f"/r/runs/{run}")
+        ).argv
+        first, last = map(int, argv[argv.index("oob_tcp_dynamic_ipv4_ports") + 1].split("-"))
+        assert PORTS.launcher[0] <= first and last <= PORTS.launcher[1] and last - first == 3
+        windows.add(first)
+    assert len(windows) > 3
 
 
 def test_what_the_person_sets_wins() -> None:
