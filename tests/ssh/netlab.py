@@ -4,7 +4,7 @@
     lab.on("node1", "iptables", "-A", "INPUT", …)
     lab.cluster_train("doctor", lab.inventory())
 
-The cards hang on switches (bridges) in one more namespace, in which commands of a person run too. Nothing outside sees any of
+Each machine sees its own home at /srv, which every Linux has. The cards hang on switches (bridges) in one more namespace, in which commands of a person run too. Nothing outside sees any of
 it, and all of it is gone with its processes.
 """
 
@@ -105,9 +105,9 @@ class NetworkLab:
     def authorized(self, address: str) -> Iterator[None]:
         """node0 has a key of ours that node1 lets in from an address, as after `up`; the agent must have been shipped."""
         (agent,) = (self.home("node0") / ".cluster-train" / "agent").iterdir()
-        script = f"/root-of-ct/.cluster-train/agent/{agent.name}/authorize.py"
-        home = ("env", "HOME=/root-of-ct", "python3", script)
-        public = json.loads(self.on("node0", *home, "key", "/root-of-ct/.cluster-train"))["public"]
+        script = f"/srv/.cluster-train/agent/{agent.name}/authorize.py"
+        home = ("env", "HOME=/srv", "python3", script)
+        public = json.loads(self.on("node0", *home, "key", "/srv/.cluster-train"))["public"]
         comment = f"cluster-train:{hashlib.sha256(public.encode()).hexdigest()[:16]}:{address}"
         allow = self._into("node1", *home, "allow", comment, address)
         subprocess.run(allow, input=public, text=True, check=True, stdout=subprocess.DEVNULL, timeout=60)
@@ -124,7 +124,7 @@ class NetworkLab:
         """An inventory of all machines at their first addresses."""
         content: dict[str, Any] = {
             "cluster": "lab",
-            "root": "/root-of-ct/.cluster-train",
+            "root": "/srv/.cluster-train",
             "ssh": {"key": str(self.directory / "user_key"), "known_hosts": str(self.directory / "known_hosts"), "user": "root"},
             "nodes": [{"name": name, "host": self.address(name)} for name in self.machines],
         }
@@ -170,15 +170,14 @@ class NetworkLab:
         settings = {
             **SETTINGS,
             "HostKey": home / "host_key",
-            "AuthorizedKeysFile": "/root-of-ct/.ssh/authorized_keys",
-            "SetEnv": "HOME=/root-of-ct",
+            "AuthorizedKeysFile": "/srv/.ssh/authorized_keys",
+            "SetEnv": "HOME=/srv",
             "ForceCommand": START_AT_HOME,
             **machine.sshd,
         }
         (home / "sshd_config").write_text("".join(f"{key} {value}\n" for key, value in settings.items()))
-        Path("/root-of-ct").mkdir(exist_ok=True)  # where every machine sees its own home
         return (
-            f"mount --make-rprivate / && mount --bind {home} /root-of-ct && mount --bind {home}/hosts /etc/hosts"
+            f"mount --make-rprivate / && mount --bind {home} /srv && mount --bind {home}/hosts /etc/hosts"
             f" && mount -t sysfs sysfs /sys && mount -t tmpfs tmpfs /dev/shm && hostname {name} && {machine.before}"
             f" && exec {SSHD} -D -f {home}/sshd_config -E {home}/sshd.log"
         )

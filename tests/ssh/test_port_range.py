@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import yaml
+from commands import REPOSITORY, LocalStack
 from netlab import Machine, NetworkLab, can_isolate
 
 from orchestrator.planning.hops import Hop, known_hosts, ssh_config, wrapper
@@ -62,7 +65,7 @@ def made(lab: NetworkLab, python: Path, ports: PortShares | None) -> MpiCommand:
 
 
 def run(lab: NetworkLab, command: MpiCommand) -> subprocess.CompletedProcess[str]:
-    words = ("env", "HOME=/root-of-ct", *(f"{name}={value}" for name, value in command.env.items()), *command.argv)
+    words = ("env", "HOME=/srv", *(f"{name}={value}" for name, value in command.env.items()), *command.argv)
     return lab.run_on("node0", *words)
 
 
@@ -72,3 +75,19 @@ def test_the_launcher_keeps_to_the_ports_that_are_open(lab: NetworkLab, training
     assert without.returncode != 0 and "node1" not in without.stdout.splitlines()
     within = run(lab, made(lab, training_python, shares(PORTS)))
     assert within.returncode == 0 and sorted(within.stdout.split()) == ["node0", "node1"], within.stderr
+
+
+def test_a_whole_run_behind_the_firewall(lab: NetworkLab, local_stack: LocalStack) -> None:
+    """`up` with mpirun, MASTER_PORT and heartbeats in the open ports; the ranks of this script need no gloo."""
+    for name in lab.machines:
+        local_stack.borrowed(lab.home(name) / ".cluster-train")
+    script = lab.directory / "hello.py"
+    script.write_text("import os; print('port', os.environ['MASTER_PORT'], 'of', os.environ['RANK'])\n")
+    stack = yaml.safe_load((REPOSITORY / "inventories" / "local.yml").read_text())["stack"]
+    inventory = lab.inventory(network={"ports": "{}-{}".format(*PORTS)}, stack=stack, job={"script": str(script)})
+    ran = lab.cluster_train("up", inventory)
+    assert ran.exit_code == 0, ran.stdout + ran.stderr
+    found = re.findall(r"\[node[01] r[01]\] port (\d+) of ([01])", ran.stdout)
+    low, high = shares(PORTS).master
+    assert sorted(rank for _, rank in found) == ["0", "1"] and all(low <= int(port) <= high for port, _ in found)
+    assert "no heartbeat" not in lab.cluster_train("status", inventory).stdout
