@@ -1,11 +1,11 @@
 """A lab of machines in namespaces: each node has its own network, cards, names, processes and sshd on port 22.
 
-    lab = NetworkLab(directory, nodes=[Machine(cards={"eth0": "10.77.0.10/24"}), Machine(cards={"ens3": "10.77.0.11/24"})])
+    lab = NetworkLab(directory, [Machine(cards={"eth0": "10.77.0.10/24"}), Machine(cards={"ens3": "10.77.0.11/24"})])
     lab.on("node1", "iptables", "-A", "INPUT", …)
     lab.cluster_train("doctor", lab.inventory())
 
-Each machine sees its own home at /srv, which every Linux has. The cards hang on switches (bridges) in one more namespace, in which commands of a person run too. Nothing outside sees any of
-it, and all of it is gone with its processes.
+Each machine sees its own home at /srv, which every Linux has. The cards hang on switches (bridges) in one more namespace, in
+which commands of a person run too. Nothing outside sees any of it, and all of it is gone with its processes.
 """
 
 from __future__ import annotations
