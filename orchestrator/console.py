@@ -58,6 +58,10 @@ class Console:
         forms = {form for secret in secrets for form in _forms(secret)}
         self._secrets = sorted({*self._secrets, *forms}, key=len, reverse=True)
 
+    def colored(self, text: str, color: str) -> str:
+        """A piece of a result's text in a color, where stdout shows any."""
+        return self._styled(text, sys.stdout, fg=color)
+
     def emit(self, event: Event) -> None:
         """Show one event."""
         with self._lock:

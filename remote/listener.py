@@ -59,8 +59,8 @@ class Rank:
 class Listener:
     """Listens on the cluster network; OSError where it cannot.
 
-    beat: {"address", "timeout_s"} of the launch document. places: (rank, node) of all ranks. selector: where connections
-    are registered, with a callable as their data.
+    beat: {"address", "timeout_s", "ports"} of the launch document; without ports the system chooses one.
+    places: (rank, node) of all ranks. selector: where connections are registered, with a callable as their data.
     """
 
     def __init__(self, beat: dict, places: list, selector: selectors.BaseSelector) -> None:
@@ -73,11 +73,7 @@ class Listener:
         self._strangers = {}  # link -> since when
         self._owners = {}  # link -> [rank, how many of its kept messages came]
         self._looked_s = now
-        found = socket.getaddrinfo(beat["address"], 0, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)[0]
-        self._socket = socket.socket(found[0], socket.SOCK_STREAM)
-        self._socket.bind(found[4])
-        self._socket.listen(1024)
-        self._socket.setblocking(False)
+        self._socket = listen(beat["address"], beat.get("ports") or [0])
         make_room(2 * len(places) + SPARE_DESCRIPTORS)
         selector.register(self._socket, selectors.EVENT_READ, self._accept)
         self.beat = dict(beat, port=self._socket.getsockname()[1], secret=self._secret)
@@ -175,6 +171,25 @@ class Listener:
         except (KeyError, ValueError):
             pass  # let go before
         link.close()
+
+
+def listen(address: str, ports: list) -> socket.socket:
+    """A socket that listens on the first of these ports that is free (0: any); OSError where none is."""
+    for port in ports:
+        found = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)[0]
+        listening = socket.socket(found[0], socket.SOCK_STREAM)
+        try:
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # the last run's may still be in TIME_WAIT
+            listening.bind(found[4])
+            listening.listen(1024)
+        except OSError:
+            listening.close()
+            if port == ports[-1]:
+                raise
+            continue
+        listening.setblocking(False)
+        return listening
+    raise OSError("no port to listen on")
 
 
 def make_room(descriptors: int) -> None:

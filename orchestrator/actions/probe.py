@@ -6,6 +6,7 @@ from orchestrator.actions import agent
 from orchestrator.errors import InventoryError
 from orchestrator.nodes.fleet import Fleet
 from orchestrator.nodes.transport import Transport
+from orchestrator.planning.ports import master_ports
 from orchestrator.specs.facts import NodeFacts
 from orchestrator.specs.inventory import Inventory
 
@@ -23,19 +24,29 @@ def probe(fleet: Fleet, inventory: Inventory) -> tuple[NodeFacts, ...]:
 
     Raises FleetError naming every node that did not answer, and InventoryError when `root` is not one path on all of them.
     """
-    python = interpreter(inventory)
-
-    def probe_one(transport: Transport) -> NodeFacts:
-        document = agent.call(transport, inventory.root, python, "probe.py", ["--root", inventory.root])
-        return NodeFacts.from_json(transport.node, document)
-
-    found = tuple(fleet.each(probe_one).values())
-    _check_root(inventory, found)
+    found = probe_each(fleet, inventory)
+    check_root(inventory, found)
     return found
 
 
-def _check_root(inventory: Inventory, nodes: tuple[NodeFacts, ...]) -> None:
-    """mpirun looks for its helper, and ranks for their environment, at the head's path on every node."""
+def probe_each(fleet: Fleet, inventory: Inventory) -> tuple[NodeFacts, ...]:
+    """The same, wherever `root` lies on each of them."""
+    python = interpreter(inventory)
+    wanted = master_ports(inventory.network.ports)
+    ports = ["--ports", "{}-{}".format(*wanted)] if wanted else []
+
+    def probe_one(transport: Transport) -> NodeFacts:
+        document = agent.call(transport, inventory.root, python, "probe.py", ["--root", inventory.root, *ports])
+        return NodeFacts.from_json(transport.node, document)
+
+    return tuple(fleet.each(probe_one).values())
+
+
+def check_root(inventory: Inventory, nodes: tuple[NodeFacts, ...]) -> None:
+    """Raise InventoryError unless `root` is one path on all nodes.
+
+    mpirun looks for its helper, and ranks for their environment, at the head's path on every node.
+    """
     roots = {node.name: node.root for node in nodes}
     if len(set(roots.values())) > 1:
         listed = ", ".join(f"{name} {root}" for name, root in roots.items())

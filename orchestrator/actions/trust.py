@@ -58,11 +58,6 @@ def _key_that_served(fleet: Fleet) -> str | None:
     return str(Path(file).resolve()) if file else None
 
 
-def accepted_from(node: NodeFacts) -> list[str]:
-    """The addresses from which a node accepts keys that were made here."""
-    return [address for mark in node.authorized if (address := mark.partition(":")[2].partition(":")[2])]
-
-
 def _comment(public: str, address: str) -> str:
     """What stands beside the head's key in authorized_keys: which key it is, and from where it is accepted."""
     return f"cluster-train:{hashlib.sha256(public.encode()).hexdigest()[:16]}:{address}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 
 from orchestrator.actions import trust
@@ -15,6 +16,7 @@ from orchestrator.actions.sync import JobFiles, collect, sync
 from orchestrator.actions.verify import Verified, take_away, verify
 from orchestrator.engine.reach import connected, probed, tell
 from orchestrator.nodes.fleet import Fleet
+from orchestrator.planning.checks import findings
 from orchestrator.planning.network import NetworkChoice, network_of
 from orchestrator.specs.events import Emit, Event, Notice, Step
 from orchestrator.specs.facts import NodeFacts
@@ -75,6 +77,9 @@ def ready(
 ) -> tuple[tuple[NodeFacts, ...], NetworkChoice, Provisioned]:
     """Nodes that have the environment, accept the head's key, and hold the job's files; their network, their stack."""
     nodes = probed(fleet, inventory, emit)
+    for finding in findings(nodes, time.time()):
+        if finding.severity == "warning":  # errors are told, all at once, by what would fail
+            emit(Notice(text=f"{finding.node}: {finding.what}: {finding.evidence} ({finding.remedy})"))
     network = network_of(inventory, nodes)
     trust.authorize_head(fleet, nodes, network.endpoints, emit)
     stack = provision(fleet, inventory, nodes, emit, locked, network.endpoints)

@@ -3,58 +3,42 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from orchestrator.actions import agent, launch, trust
-from orchestrator.actions.probe import interpreter, probe
+from orchestrator.actions import agent, launch
+from orchestrator.actions.doctor import Diagnosis, diagnose
+from orchestrator.actions.hosts import nodes_named
+from orchestrator.actions.probe import interpreter, probe, probe_each
 from orchestrator.actions.shared_root import by_root
-from orchestrator.engine.reach import connected, probed
+from orchestrator.engine.reach import connected, tell
 from orchestrator.errors import PreflightError
-from orchestrator.planning.checks import findings
 from orchestrator.planning.inventory_text import parse_inventory
-from orchestrator.planning.network import network_of
-from orchestrator.planning.preflight import Finding
+from orchestrator.planning.inventory_writing import named, written_inventory
+from orchestrator.planning.network import NetworkChoice, network_of
 from orchestrator.planning.verdict import FINAL_STATES
 from orchestrator.specs.events import Emit, Notice, Step
 from orchestrator.specs.inventory import Inventory
 
 
-def doctor(inventory: Inventory, emit: Emit) -> tuple[Finding, ...]:
+def doctor(inventory: Inventory, emit: Emit) -> Diagnosis:
     """Everything found that would make `up` fail or crawl, errors first. Changes nothing but our own scripts' directory."""
-    with connected(inventory) as fleet:
-        nodes = probed(fleet, inventory, emit)
-        found = list(findings(nodes, time.time()))
-        for node in nodes:
-            for address in trust.accepted_from(node):
-                text = f"accepts the key of {nodes[0].name} at {address}, until a `cluster-train teardown`"
-                emit(Step(node=node.name, text=text))
-        try:
-            emit(Step(text=network_of(inventory, nodes).reason))
-        except PreflightError as error:
-            name = fleet.head.node
-            problem = Finding(severity="error", node=name, what="no network", evidence=error.message, remedy=error.advice)
-            found.insert(0, problem)
-        return tuple(found)
+    return diagnose(inventory, emit)
 
 
 def init(hosts: Sequence[str], ssh: Mapping[str, Any], emit: Emit) -> str:
     """The text of an inventory for machines that answer; raises FleetError naming those that do not."""
-    cluster = {"cluster": "lab", "ssh": {key: value for key, value in ssh.items() if value}, "nodes": list(hosts)}
-    inventory = parse_inventory(json.dumps(cluster), file="command line.yml", environment={})
+    nodes, said = named(nodes_named(hosts)), {key: value for key, value in ssh.items() if value}
+    cluster = json.dumps({"cluster": "lab", "ssh": said, "nodes": nodes})
+    inventory = parse_inventory(cluster, file="command line.yml", environment={})
     with connected(inventory) as fleet:
-        probed(fleet, inventory, emit)
-    lines = ["# Written by `cluster-train init`; every other key has a default.", "cluster: lab"]
-    lines += [f"ssh: {json.dumps(cluster['ssh'])}"] if cluster["ssh"] else []
-    lines += ["nodes:", *(f"  - {json.dumps({'name': f'node{i}', 'host': host})}" for i, host in enumerate(hosts))]
-    lines += [
-        "stack:",
-        "  extra_index: [https://download.pytorch.org/whl/cpu]   # CPU builds of torch",
-        "job:",
-        "  script: train.py",
-    ]
-    return "\n".join(lines) + "\n"
+        facts = probe_each(fleet, inventory)
+        tell(fleet, facts, emit)
+    try:
+        network: NetworkChoice | PreflightError = network_of(inventory, facts)
+    except PreflightError as error:
+        network = error  # whoever wrote the inventory can say which
+    return written_inventory(nodes, said, facts, network)
 
 
 def teardown(inventory: Inventory, emit: Emit) -> dict[str, list[str]]:

@@ -68,6 +68,22 @@ def connect(inventory: Inventory, nodes: Iterable[Node] | None = None, *, needs_
 
     Without `needs_all` only the head must be there; the fleet names the others that are not.
     """
+    by_name = {node.name: node for node in (inventory.nodes if nodes is None else nodes)}
+    made, failures = _connect_all(inventory, by_name)
+    if failures and (needs_all or next(iter(by_name)) in failures):
+        _close(made)
+        raise _all_of(failures)
+    fleet = Fleet(made, inventory.parallel, lambda name: _transport(inventory, by_name[name]))
+    fleet.unreachable = {name: failure.message for name, failure in failures.items()}
+    return fleet
+
+
+def connect_each(inventory: Inventory) -> tuple[dict[str, Transport], dict[str, ClusterTrainError]]:
+    """Connect to every node at once: those that answered, and why the others did not. The caller closes the connections."""
+    return _connect_all(inventory, {node.name: node for node in inventory.nodes})
+
+
+def _connect_all(inventory: Inventory, by_name: Mapping[str, Node]) -> tuple[dict[str, Transport], dict[str, ClusterTrainError]]:
     made: dict[str, Transport] = {}
 
     def connector(node: Node) -> Callable[[], None]:
@@ -76,22 +92,15 @@ def connect(inventory: Inventory, nodes: Iterable[Node] | None = None, *, needs_
 
         return connect_one
 
-    by_name = {node.name: node for node in (inventory.nodes if nodes is None else nodes)}
-    unreachable: dict[str, str] = {}
+    failures: dict[str, ClusterTrainError] = {}
     try:
         _with_passphrases({name: connector(node) for name, node in by_name.items()}, inventory.parallel)
     except FleetError as error:
-        if needs_all or next(iter(by_name)) in error.failures:
-            _close(made)
-            raise
-        unreachable = {name: failure.message for name, failure in error.failures.items()}
+        failures = {name: error.failures[name] for name in by_name if name in error.failures}
     except BaseException:
         _close(made)
         raise
-    transports = {name: made[name] for name in by_name if name in made}
-    fleet = Fleet(transports, inventory.parallel, lambda name: _transport(inventory, by_name[name]))
-    fleet.unreachable = unreachable
-    return fleet
+    return {name: made[name] for name in by_name if name in made}, failures
 
 
 def _close(transports: Mapping[str, Transport]) -> None:

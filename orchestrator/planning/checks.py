@@ -2,45 +2,179 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from ipaddress import ip_address
 
-from orchestrator.planning.preflight import LARGEST_SKEW_S, Finding, error, unfit, warning
+from orchestrator.errors import AuthenticationError, ClusterTrainError, HostKeyError, UnreachableError
+from orchestrator.planning.launch import BF16_FLAGS
+from orchestrator.planning.preflight import LARGEST_SKEW_S, NAMES_HANDLED, Finding, error, note, unfit, warning
 from orchestrator.specs.facts import NodeFacts
+from orchestrator.specs.health import NodeHealth
+from orchestrator.specs.inventory import Inventory
 
 SMALLEST_SHM_BYTES = 1 << 29
 SMALLEST_FREE_BYTES = 4 << 30  # the stack of torch 2.13 takes about 2 GB with its wheels
+FEWEST_INODES = 50_000  # an environment has about 30,000 files
 FEWEST_OPEN_FILES = 1024
+FEWEST_PROCESSES = 1024  # threads count: every rank has one per core and some more
 SMALLEST_SKEW_S = 5.0
+SMALLEST_LOCKED_BYTES = 1 << 26
+SESSIONS = 3  # that `up` has open at once on one connection: following, looking, stopping
+SLOW_GOVERNORS = ("powersave", "conservative")
+PROXIES = ("hydra_bstrap_proxy", "hydra_pmi_proxy", "orted", "prted")
+ORDER = {"error": 0, "warning": 1, "note": 2}
+
+OPEN_FILES_REMEDY = "raise `nofile` in /etc/security/limits.conf"
 
 
-def findings(nodes: Sequence[NodeFacts], now_unix_s: float) -> tuple[Finding, ...]:
-    """Everything that the facts of the nodes foretell, errors first."""
-    found = [*unfit(nodes, now_unix_s), *(finding for node in nodes for finding in _node(node, now_unix_s))]
-    return tuple(sorted(found, key=lambda finding: finding.severity != "error"))
+def findings(
+    nodes: Sequence[NodeFacts], now_unix_s: float, health: Mapping[str, NodeHealth] | None = None
+) -> tuple[Finding, ...]:
+    """Everything that the facts of the nodes foretell, errors first.
+
+    Args:
+        now_unix_s: the orchestrator's clock.
+        health: by node; where a node has none, only its facts are looked at.
+    """
+    known = health or {}
+    found = list(unfit(nodes, now_unix_s))
+    for node in nodes:
+        skew_s = known[node.name].skew_s if node.name in known else node.time_unix_s - now_unix_s
+        found += [*_clock(node, skew_s, known.get(node.name)), *_machine(node, known.get(node.name)), *_names(node)]
+    return by_severity(found)
 
 
-def _node(node: NodeFacts, now_unix_s: float) -> Iterator[Finding]:
-    skew_s = node.time_unix_s - now_unix_s
-    if SMALLEST_SKEW_S < abs(skew_s) <= LARGEST_SKEW_S:
-        yield warning(node, "clock differs", f"{skew_s:+.0f} s", "start a time service there: timedatectl set-ntp true")
+def by_severity(found: Sequence[Finding]) -> tuple[Finding, ...]:
+    """Errors, then warnings, then notes; otherwise in the given order, and each once."""
+    return tuple(sorted(dict.fromkeys(found), key=lambda finding: ORDER[finding.severity]))
+
+
+def unreached(node: str, failure: ClusterTrainError) -> Finding:
+    """The finding of a node that could not be connected to, or not be asked."""
+    kinds = {HostKeyError: "host key not trusted", AuthenticationError: "login refused", UnreachableError: "cannot be reached"}
+    what = next((words for kind, words in kinds.items() if isinstance(failure, kind)), "cannot be asked")
+    if isinstance(failure, HostKeyError) and "CHANGED" in failure.message:
+        what = "host key has changed"
+    evidence = failure.message.removeprefix(f"{node}: ")
+    return Finding(severity="error", node=node, what=what, evidence=evidence, remedy=failure.advice)
+
+
+def health_findings(node: NodeFacts, health: NodeHealth, inventory: Inventory) -> Iterator[Finding]:
+    """What a closer look at one node tells, beside its facts."""
+    yield from _places(node, health)
+    yield from _processors(node, health, inventory)
+    yield from _limits(node, health)
+    yield from _programs(node, health, inventory)
+    yield from _remains(node, health)
+
+
+def _clock(node: NodeFacts, skew_s: float, health: NodeHealth | None) -> Iterator[Finding]:
+    doubt_s = health.skew_error_s if health else 0.0
+    if SMALLEST_SKEW_S + doubt_s < abs(skew_s) <= LARGEST_SKEW_S:
+        shown = f"{skew_s:+.0f} s" + (" from node0's" if health else "")
+        yield warning(node, "clock differs", shown, "start a time service there: timedatectl set-ntp true")
+
+
+def _machine(node: NodeFacts, health: NodeHealth | None) -> Iterator[Finding]:
     if node.disk.free_bytes < SMALLEST_FREE_BYTES and not node.state.envs:
         yield error(
             node, "too little disk space", f"{node.disk.free_bytes / 1e9:.1f} GB free", "free some, or name another `root`"
         )
     if node.shm_bytes < SMALLEST_SHM_BYTES:
-        shown = f"/dev/shm has {node.shm_bytes / 1e6:.0f} MB"
+        shown = f"/dev/shm has {node.shm_bytes / 1e6:.0f} MB free"
         yield warning(node, "little shared memory", shown, "containers: --shm-size=1g; else mount -o remount,size=1g /dev/shm")
     if node.open_files_limit < FEWEST_OPEN_FILES:
-        yield warning(node, "few open files allowed", str(node.open_files_limit), "raise `nofile` in /etc/security/limits.conf")
+        yield warning(node, "few open files allowed", str(node.open_files_limit), OPEN_FILES_REMEDY)
     cores = len({cpu.core for cpu in node.cpu.logical})
     if node.load_1m > cores / 2 + 1:
-        yield warning(node, "others use this node", f"load {node.load_1m:.1f} on {cores} cores", "see who: uptime; top")
-    if any(ip_address(address).is_loopback for address in node.hostname_resolves_to):
+        busiest = f", most of all {health.busiest[:60]}" if health and health.busiest else ""
+        yield warning(node, "others use this node", f"load {node.load_1m:.1f} on {cores} cores{busiest}", "see who: uptime; top")
+
+
+def _names(node: NodeFacts) -> Iterator[Finding]:
+    if not node.hostname_resolves_to:
+        yield note(node, "its name does not resolve", node.hostname, NAMES_HANDLED)
+    elif any(ip_address(address.partition("%")[0]).is_loopback for address in node.hostname_resolves_to):
         shown = f"{node.hostname} is {', '.join(node.hostname_resolves_to)}"
-        yield warning(
-            node,
-            "its name means itself only",
-            shown,
-            "handled: ranks are given interfaces and addresses, never names; scripts of yours must do so too",
-        )
+        yield note(node, "its name means itself only", shown, NAMES_HANDLED)
+
+
+def _places(node: NodeFacts, health: NodeHealth) -> Iterator[Finding]:
+    if health.root_error and node.disk.writable:  # rights allow it: told by `unfit` where they do not
+        shown = f"{health.root.path}: {health.root_error}"
+        yield error(node, "root cannot be written", shown, "free some space there, or name another `root`")
+    if health.free_inodes is not None and health.free_inodes < FEWEST_INODES and not node.state.envs:
+        shown = f"{health.free_inodes} more files fit on {health.root.path}"
+        yield error(node, "too few files fit", shown, "remove many small files there, or name another `root`")
+    if health.shm_error:
+        yield error(node, "/dev/shm cannot be written", health.shm_error, "mount it: mount -t tmpfs -o size=1g tmpfs /dev/shm")
+    if health.home.is_remote:
+        shown = f"{health.home.path} is {health.home.filesystem}"
+        yield note(node, "home on a network disk", shown, "a root in common is filled once; a local `root` imports faster")
+    if health.noise:
+        shown = f"prints {health.noise!r}"
+        remedy = "print only in interactive shells: put `case $- in *i*) ;; *) return;; esac` first in ~/.bashrc there"
+        yield warning(node, "shell start-up is noisy", shown, remedy)
+
+
+def _processors(node: NodeFacts, health: NodeHealth, inventory: Inventory) -> Iterator[Finding]:
+    cores, allowed = len({cpu.core for cpu in node.cpu.logical}), len(node.cpu.logical)
+    limit = node.cpu.cgroup_cpu_limit
+    if limit is not None and limit < cores:
+        shown = f"time of {limit:g} CPUs for {cores} cores"
+        remedy = "raise the container's limit (docker: --cpus), or set job.omp_threads and job.ppn to fit it"
+        yield warning(node, "processor time is limited", shown, remedy)
+    if allowed < node.cpu.online:
+        shown = f"{allowed} of {node.cpu.online} CPUs may be used"
+        yield note(node, "some CPUs are not ours", shown, "handled: ranks are bound to allowed cores only")
+    if slow := [governor for governor in health.governors if governor in SLOW_GOVERNORS]:
+        yield warning(node, "processors are throttled", f"governor {', '.join(slow)}", "cpupower frequency-set -g performance")
+    flags, wants_bf16 = set(node.cpu.flags), inventory.job.bf16 is True or "--bf16" in inventory.job.args
+    if "avx2" not in flags and node.arch == "x86_64":
+        yield warning(node, "processor is slow for training", f"{node.cpu.model}: no AVX2", "leave this node out")
+    if wants_bf16 and not flags & BF16_FLAGS:
+        shown = f"{node.cpu.model}: neither AVX512_BF16 nor AMX"
+        yield warning(node, "bf16 does not pay here", shown, "bf16: false   under `job:`, or leave this node out")
+    elif not wants_bf16 and flags & BF16_FLAGS and inventory.job.script:
+        shown = f"has {', '.join(sorted(flags & BF16_FLAGS))}"
+        yield note(node, "bf16 would pay here", shown, "bf16: true   under `job:`, where all nodes have it")
+
+
+def _limits(node: NodeFacts, health: NodeHealth) -> Iterator[Finding]:
+    processes, locked = health.limits.get("processes"), health.limits.get("locked_bytes")
+    if processes is not None and processes < FEWEST_PROCESSES:
+        remedy = "raise `nproc` in /etc/security/limits.conf"
+        yield warning(node, "few processes allowed", str(processes), remedy)
+    if health.has_rdma and locked is not None and locked < SMALLEST_LOCKED_BYTES:
+        shown = f"{locked / 1e6:.1f} MB, with an InfiniBand card"
+        yield warning(node, "little memory may be locked", shown, "raise `memlock` in /etc/security/limits.conf to unlimited")
+    if health.sessions is not None and health.sessions < SESSIONS:
+        shown = f"{health.sessions} at once on one connection"
+        yield error(node, "sshd allows few sessions", shown, "MaxSessions 10   in /etc/ssh/sshd_config there, then reload sshd")
+
+
+def _programs(node: NodeFacts, health: NodeHealth, inventory: Inventory) -> Iterator[Finding]:
+    if inventory.stack.mpi != "system":
+        return  # launcher and helpers lie in the environment, and are called by their absolute paths
+    remedy = (
+        "set PATH where non-interactive shells read it (~/.bashrc before its `return`, or ~/.ssh/environment), or `mpi: impi`"
+    )
+    if "mpirun" not in health.programs:
+        yield error(node, "mpirun not found", f"PATH is {health.path}", remedy)
+    elif not any(name in health.programs for name in PROXIES):
+        shown = f"none of {', '.join(PROXIES)} on PATH, which is {health.path}"
+        yield error(node, "MPI's helper not found", shown, remedy)
+
+
+def _remains(node: NodeFacts, health: NodeHealth) -> Iterator[Finding]:
+    for run_id, count in Counter(process.run_id for process in health.processes).items():
+        first = next(process for process in health.processes if process.run_id == run_id)
+        shown = f"{count} processes of {run_id}, such as {first.pid}: {first.command[:60]}"
+        yield warning(node, "a run is alive here", shown, f"let it end, or: cluster-train stop --run {run_id}")
+    for key in health.keys:
+        shown = f"{key.comment}, from {key.origin or 'anywhere'}"
+        if key.is_restricted and key.origin:
+            yield note(node, "a cluster key may log in", shown, "`cluster-train teardown` removes it")
+        else:
+            yield warning(node, "a cluster key is not restricted", shown, "remove its line from ~/.ssh/authorized_keys there")

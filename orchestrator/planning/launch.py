@@ -16,6 +16,7 @@ from orchestrator.planning.hops import hops_from_head, known_hosts, ssh_config, 
 from orchestrator.planning.mpirun import LAUNCH_VARIABLE, PROGRAM, STOP_SIGNAL, Flavour, MpiCommand, MpiRequest, mpi_command
 from orchestrator.planning.network import NetworkChoice
 from orchestrator.planning.placement import PlacementNode, place, ranks_per_node
+from orchestrator.planning.ports import master_ports, shares
 from orchestrator.planning.restarts import RestartPlan, plan_restarts
 from orchestrator.specs.facts import NodeFacts
 from orchestrator.specs.inventory import Inventory
@@ -26,6 +27,7 @@ from orchestrator.specs.setvars import SetvarsEffect
 # The kernel takes no environment variable longer than this (MAX_ARG_STRLEN, 32 pages).
 LONGEST_VARIABLE_BYTES = 131_072
 LIMITS = ("start_timeout_s", "run_timeout_s", "stall_timeout_s", "stall_action")
+MOST_BEAT_PORTS = 16  # that are tried: other runs may have some
 BF16_FLAGS = frozenset({"avx512_bf16", "amx_bf16"})
 
 
@@ -141,6 +143,7 @@ def plan_launch(request: LaunchRequest) -> LaunchPlan:
             interface=network.endpoints[0].interface,
             variables={name: inventory.job.env.get(name, value) for name, value in variables.items()},
             command=(f"{_env_dir(request)}/bin/python", f"{document['agent_dir']}/rank.py"),
+            ports=shares(inventory.network.ports) if inventory.network.ports else None,
         )
     )
     files = {"hostfile": (command.hostfile, 0o600)}
@@ -187,7 +190,10 @@ def _translate(request: LaunchRequest) -> Translation:
 def _common_variables(head: NodeFacts, ranks: Sequence[RankPlan], network: NetworkChoice, inventory: Inventory) -> dict[str, str]:
     """What all ranks share; OMP_NUM_THREADS only where it is one number for all."""
     if not head.free_ports:
-        raise PreflightError(f"{head.name}: no free port for MASTER_PORT was found", advice="see what listens there: ss -ltn")
+        raise PreflightError(
+            f"{head.name}: no free port for MASTER_PORT was found",
+            advice="see what listens there: ss -ltnp; or name others with `network.ports`",
+        )
     variables = {
         "MASTER_ADDR": network.endpoints[0].address,
         "MASTER_PORT": str(head.free_ports[0]),
@@ -240,7 +246,7 @@ def _document(
         "prepend": {name: value for name, value in setvars.prepended.items() if name not in job.env} if setvars else {},
         "world_size": len(ranks),
         "grace_s": job.grace_s,
-        "beat": {"address": request.network.endpoints[0].address, "timeout_s": job.heartbeat_timeout_s},
+        "beat": _beat(request, variables),
         "bootstrap": {
             "backend": request.choice.backend,
             "asked_backend": request.choice.asked_backend,
@@ -259,6 +265,17 @@ def _document(
             for rank in ranks
         ],
     }
+
+
+def _beat(request: LaunchRequest, variables: Mapping[str, str]) -> dict[str, Any]:
+    """Where the supervisor listens for heartbeats: beside MASTER_PORT, where the inventory names ports."""
+    beat = {"address": request.network.endpoints[0].address, "timeout_s": request.inventory.job.heartbeat_timeout_s}
+    ports = master_ports(request.inventory.network.ports)
+    if ports is None:
+        return beat
+    taken = request.inventory.job.env.get("MASTER_PORT", variables["MASTER_PORT"])
+    free = [port for port in range(ports[0], ports[1] + 1) if str(port) != taken]
+    return {**beat, "ports": free[:MOST_BEAT_PORTS]}
 
 
 def _check_length(document: Mapping[str, Any]) -> None:

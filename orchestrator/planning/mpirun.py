@@ -5,16 +5,19 @@ Every difference between the flavours that is known stands here (measured with i
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
 from orchestrator.errors import PreflightError
+from orchestrator.planning.ports import Ports, PortShares
 
 Flavour = Literal["impi", "mpich", "openmpi"]
 
 LAUNCH_VARIABLE = "CLUSTER_TRAIN_LAUNCH"
 RUN_VARIABLE = "CLUSTER_TRAIN_RUN_ID"  # by which every process of a run is found, see remote/processes.py
+WINDOW = 4  # ports for each of Open MPI's daemons
 SCRATCH = "/dev/shm/cluster-train-"  # + the run's id: see remote/scratch.py
 PROGRAM: Mapping[Flavour, str] = {
     "impi": "mpiexec.hydra",  # the `mpirun` beside it is a shell script that runs it as a child: one more process to lose
@@ -54,6 +57,7 @@ class MpiRequest:
         interface: the head's network card towards the other nodes.
         variables: environment of all ranks, named on the command line.
         command: what each rank runs.
+        ports: what launcher and ranks may listen on; None for any.
     """
 
     flavour: Flavour
@@ -64,6 +68,7 @@ class MpiRequest:
     interface: str
     variables: Mapping[str, str]
     command: tuple[str, ...]
+    ports: PortShares | None = None
 
     @property
     def run_id(self) -> str:
@@ -93,13 +98,15 @@ def _hydra(request: MpiRequest) -> MpiCommand:
     if request.uses_ssh:
         # The card makes hydra give the other nodes an address to call back, where the head's name may not resolve.
         argv += ["-iface", request.interface, "-launcher", "ssh", "-launcher-exec", f"{request.run_dir}/ssh"]
-    for name, value in request.variables.items():
+    for name, value in {**_library_ports(request), **request.variables}.items():
         argv += ["-genv", name, value]
     # Cores are rank.py's business; the abort of a run comes as SIGHUP, so that ranks tell it from a stop with its grace.
     env = {"I_MPI_PIN": "0", "I_MPI_JOB_ABORT_SIGNAL": "1"} if request.flavour == "impi" else {}
     # Of the topology MPICH's proxies write a file into /tmp, unless they are told of one: where that is missing, the machine
     # itself is looked at, which is what they do without any. UCX is its transport.
     topology = {"HWLOC_XMLFILE": f"{request.scratch}/none.xml"} if request.flavour == "mpich" else {}
+    if request.ports:
+        env["I_MPI_PORT_RANGE" if request.flavour == "impi" else "MPIEXEC_PORT_RANGE"] = "{}:{}".format(*request.ports.launcher)
     env |= {"UCX_POSIX_DIR": request.scratch, **topology} if topology else {}
     return MpiCommand(
         hostfile="".join(f"{_bracketed(host)}:{count}\n" for host, count in request.hosts),
@@ -121,8 +128,15 @@ def _openmpi(request: MpiRequest) -> MpiCommand:
         argv += ["--prtemca", "plm_ssh_agent", f"ssh -F {request.run_dir}/ssh_config", "--prtemca", "plm_ssh_no_tree_spawn", "1"]
     # Where a killed mpirun or rank leaves its files; each machine has its own, whatever root they have in common.
     argv += ["--prtemca", "prte_tmpdir_base", request.scratch]
+    if request.ports:
+        for version in ("ipv4", "ipv6"):
+            argv += [
+                "--prtemca",
+                f"oob_tcp_dynamic_{version}_ports",
+                "{}-{}".format(*_window(request.ports.launcher, request.run_dir)),
+            ]
     places = {f"OMPI_MCA_{part}_backing_directory": request.scratch for part in ("btl_sm", "osc_sm", "osc_rdma")}
-    for name, value in {**places, **request.variables}.items():
+    for name, value in {**places, **_library_ports(request), **request.variables}.items():
         argv += ["-x", f"{name}={value}"]
     argv += ["-x", LAUNCH_VARIABLE]
     return MpiCommand(
@@ -132,6 +146,29 @@ def _openmpi(request: MpiRequest) -> MpiCommand:
         # mpirun asks for the first pair, the prterun that it becomes for the second.
         env={f"{who}_ALLOW_RUN_AS_ROOT{what}": "1" for who in ("OMPI", "PRTE") for what in ("", "_CONFIRM")},
     )
+
+
+def _window(ports: Ports, run_dir: str) -> Ports:
+    """A few ports of a share, others for another run: prterun on the head listens on every port that it is given."""
+    first, last = ports
+    start = first + zlib.crc32(run_dir.encode()) % ((last - first + 1) // WINDOW) * WINDOW
+    return start, start + WINDOW - 1
+
+
+def _library_ports(request: MpiRequest) -> dict[str, str]:
+    """Variables that keep the ranks' own use of MPI (libfabric's and UCX's TCP, MPICH's old channel) to the open ports."""
+    if request.ports is None:
+        return {}
+    first, last = request.ports.library
+    if request.flavour == "impi":
+        return {"FI_TCP_PORT_LOW_RANGE": str(first), "FI_TCP_PORT_HIGH_RANGE": str(last)}
+    if request.flavour == "mpich":
+        return {"UCX_TCP_PORT_RANGE": f"{first}-{last}", "MPIR_CVAR_CH3_PORT_RANGE": f"{first}:{last}"}
+    count = str(last - first + 1)
+    return {
+        **{f"OMPI_MCA_btl_tcp_port_min_{version}": str(first) for version in ("v4", "v6")},
+        **{f"OMPI_MCA_btl_tcp_port_range_{version}": count for version in ("v4", "v6")},
+    }
 
 
 def _bracketed(host: str) -> str:

@@ -104,15 +104,18 @@ class _Candidate:
 def network_of(inventory: Inventory, nodes: Sequence[NodeFacts]) -> NetworkChoice:
     """`choose_network` for the nodes of an inventory, which may name the network; raises as that does."""
     hosts = {node.name: inventory.login(node).host for node in inventory.nodes}
-    return choose_network([NetworkNode(name=node.name, facts=node, host=hosts[node.name]) for node in nodes], inventory.network)
+    return choose_network(
+        [NetworkNode(name=node.name, facts=node, host=hosts[node.name]) for node in nodes], inventory.network.cidr
+    )
 
 
 def choose_network(nodes: Sequence[NetworkNode], wanted: str | None) -> NetworkChoice:
     """The network that carries the ranks' traffic.
 
     Nodes that are all one machine talk over loopback, whatever is wanted. Different machines never do: of the networks
-    that every node has an address in, the one with the inventory's own addresses wins, then real cards, then the faster
-    slowest link, then IPv4. Nodes without a common network are taken at the inventory's addresses where they have these.
+    that every node has an address in, the one whose slowest card is fastest wins, where all cards are real and tell their
+    speed; else the one with the inventory's own addresses, then real cards, then IPv4. Nodes without a common network are
+    taken at the inventory's addresses where they have these.
 
     Args:
         nodes: in the inventory's order, at least one.
@@ -130,8 +133,10 @@ def choose_network(nodes: Sequence[NetworkNode], wanted: str | None) -> NetworkC
     usable = [candidate for candidate in candidates if not _twins(_endpoints(candidate.places))]
     if not usable:
         raise _same_address(_twins(_endpoints(candidates[0].places)))
-    best = min(usable, key=lambda candidate: candidate.rank)
-    return NetworkChoice(network=str(best.network), endpoints=_endpoints(best.places), reason=_reason(best, len(usable), only))
+    first = min(usable, key=lambda candidate: candidate.rank)
+    best = _fastest(first, usable)
+    reason = _reason(best, len(usable), only) if best is first else _faster(best, first)
+    return NetworkChoice(network=str(best.network), endpoints=_endpoints(best.places), reason=reason)
 
 
 def _parse_network(text: str) -> _Network:
@@ -228,6 +233,24 @@ def _candidates(places: Sequence[Sequence[_Place]], only: _Network | None) -> li
             best = tuple(min(own, key=lambda place: place.rank) for own in inside)
             candidates.append(_Candidate(network=network, places=best))
     return sorted(candidates, key=lambda candidate: candidate.rank)
+
+
+def _fastest(first: _Candidate, usable: Sequence[_Candidate]) -> _Candidate:
+    """The network whose slowest card is faster than that of the first choice; the first where a speed is not known.
+
+    Only real cards count: a tunnel claims any speed, and what all containers of a machine share is its own.
+    """
+    real = [one for one in usable if all(place.card.kind == "physical" for place in one.places) and one.slowest_mbps]
+    if first not in real:
+        return first
+    return max(real, key=lambda one: (one.slowest_mbps, one is first))
+
+
+def _faster(best: _Candidate, first: _Candidate) -> str:
+    """Why the inventory's own network is not taken, and how to get it after all."""
+    speeds = f"{best.slowest_mbps / 1000:g} Gbit/s, where {first.network} has {first.slowest_mbps / 1000:g}"
+    why = f"the fastest network that all nodes share: {speeds} (`network: {first.network}` takes it)"
+    return f"ranks talk over {best.network}, {why}"
 
 
 def _over_routers(nodes: Sequence[NetworkNode], places: Sequence[Sequence[_Place]], only: _Network | None) -> NetworkChoice:

@@ -16,15 +16,16 @@ from orchestrator.errors import ProvisionError
 from orchestrator.specs.facts import NodeFacts
 from orchestrator.specs.lock import Lock, LockedWheel
 
-Severity = Literal["error", "warning"]
+Severity = Literal["error", "warning", "note"]
 
+NAMES_HANDLED = "handled: ranks are given interfaces and addresses, never names; scripts of yours must do so too"
 LARGEST_SKEW_S = 86_400.0  # beyond that certificates count as expired, and new files look old
 UNPACKED_RATIO = 3.5  # wheels to what is in them, measured on torch 2.13's stack: 428 MB to 1.5 GB
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """One thing that is wrong on one node: an error makes `up` fail, a warning makes it slow or odd."""
+    """One thing found on one node: an error makes `up` fail, a warning makes it slow or odd, a note is worth knowing."""
 
     severity: Severity
     node: str
@@ -100,6 +101,11 @@ def error(node: NodeFacts, what: str, evidence: str, remedy: str) -> Finding:
 def warning(node: NodeFacts, what: str, evidence: str, remedy: str) -> Finding:
     """A finding that makes `up` slow or odd."""
     return Finding(severity="warning", node=node.name, what=what, evidence=evidence, remedy=remedy)
+
+
+def note(node: NodeFacts, what: str, evidence: str, remedy: str) -> Finding:
+    """A finding that is worth knowing, and does no harm."""
+    return Finding(severity="note", node=node.name, what=what, evidence=evidence, remedy=remedy)
 
 
 def _unfit(node: NodeFacts, now_unix_s: float) -> Iterator[Finding]:

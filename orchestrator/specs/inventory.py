@@ -89,6 +89,25 @@ class Node(_Section):
         return data
 
 
+class NetworkOptions(_Section):
+    """Where the ranks talk. A plain string stands for `cidr` alone."""
+
+    cidr: v.Network | None = Field(default=None, description="network of the ranks (default: one that all nodes share)")
+    ports: v.PortRange | None = Field(
+        default=None, description="ports for MASTER_PORT and the launcher, where a firewall opens only these; not gloo's"
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _short_form(cls, data: Any) -> Any:
+        if not isinstance(data, str):
+            return data
+        try:
+            return {"cidr": v.network(data)}
+        except ValueError:
+            raise v.expected("a network such as 10.0.0.0/24, or a mapping with cidr and ports") from None
+
+
 class Stack(_Section):
     """What must be installed in the environment that the ranks run in."""
 
@@ -182,7 +201,7 @@ class Inventory(_Section):
     cluster: v.Name = Field(default="cluster", description="name of the cluster (default: the file's name)")
     root: v.Root = Field(default="~/.cluster-train", description="directory on the nodes that holds all that is put there")
     ssh: SshOptions = Field(default=SshOptions(), description="how every node is reached, unless the node says otherwise")
-    network: v.Network | None = Field(default=None, description="network of the ranks (default: one that all nodes share)")
+    network: NetworkOptions = Field(default=NetworkOptions(), description="where the ranks talk; a plain network stands for cidr")
     nodes: tuple[Node, ...] = Field(description="the machines; the first is node0, where mpirun starts")
     stack: Stack = Field(default=Stack(), description="what is installed for the ranks")
     job: Job = Field(default=Job(), description="what the ranks run")
@@ -236,7 +255,14 @@ class Inventory(_Section):
         )
 
 
-SECTIONS: Mapping[str, type[BaseModel]] = {"": Inventory, "ssh": SshOptions, "nodes": Node, "stack": Stack, "job": Job}
+SECTIONS: Mapping[str, type[BaseModel]] = {
+    "": Inventory,
+    "ssh": SshOptions,
+    "network": NetworkOptions,
+    "nodes": Node,
+    "stack": Stack,
+    "job": Job,
+}
 
 
 def is_secret_name(name: str) -> bool:

@@ -15,13 +15,16 @@ from typing import Annotated, Any, Literal
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
-from pydantic import AfterValidator, Field, GetCoreSchemaHandler
+from pydantic import AfterValidator, BeforeValidator, Field, GetCoreSchemaHandler
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 _HOST_NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9._-]{0,251}[A-Za-z0-9_])?\.?")
 _USER = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._@+\\-]*\$?")
 _ADDRESS = re.compile(r"(?:(?P<user>[^\s:]+)@)?(?:\[(?P<v6>[^\[\]\s]+)\]|(?P<host>[^:@\[\]\s]+))(?::(?P<port>[0-9]{1,5}))?")
+_PORTS = re.compile(r"([0-9]{1,5}) *- *([0-9]{1,5})")
 _SCOPE = re.compile(r"[A-Za-z0-9._-]+")
+
+FEWEST_PORTS = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,10 +116,20 @@ def _jump(text: str) -> str:
     return ",".join(hops)
 
 
-def _network(text: str) -> str:
+def network(text: str) -> str:
+    """A network in CIDR notation, its host bits cleared; raises ValueError."""
     if "/" not in text:
         raise ValueError(text)
     return str(ip_network(text, strict=False))
+
+
+def _port_range(value: object) -> tuple[int, int]:
+    match = _PORTS.fullmatch(value) if isinstance(value, str) else None
+    first, last = (int(match[1]), int(match[2])) if match else (0, 0)
+    # Below 1024 root alone may listen; a handful would not do: each rank and each helper listens on one.
+    if not 1024 <= first <= last <= 65535 or last - first + 1 < FEWEST_PORTS:
+        raise ValueError(value)
+    return first, last
 
 
 def _portable(text: str) -> str:
@@ -184,7 +197,12 @@ Host = Annotated[str, AfterValidator(_host), Expected("a host name or an IP addr
 User = Annotated[str, AfterValidator(_user), Expected("a login name")]
 JumpText = Annotated[str, AfterValidator(_jump), Expected("host, user@host or user@host:port, or several with commas")]
 Port = Annotated[int, Field(ge=1, le=65535), Expected("a number from 1 to 65535")]
-Network = Annotated[str, AfterValidator(_network), Expected("a network such as 10.0.0.0/24")]
+Network = Annotated[str, AfterValidator(network), Expected("a network such as 10.0.0.0/24")]
+PortRange = Annotated[
+    tuple[int, int],
+    BeforeValidator(_port_range),
+    Expected("a range of at least 32 ports from 1024 to 65535, such as 29500-29600"),
+]
 Root = Annotated[str, AfterValidator(_root), Expected("a directory of its own, absolute or below ~/")]
 PathBelow = Annotated[
     str,

@@ -1,6 +1,6 @@
 """How long provisioning takes, against what one would use by hand.
 
-    make bench                       or: python tests/bench/provision.py [cold] [second] [many] [fan-out]
+    make bench                       or: python tests/bench/provision.py [cold] [second] [many] [doctor] [fan-out]
 
 cold     two containers with nothing on them, all wheels in the cache here: `cluster-train provision` carries, installs and
          imports them; then once more with the wheels in place and the environments gone. Against both: `pip install --no-index
@@ -9,6 +9,7 @@ cold     two containers with nothing on them, all wheels in the cache here: `clu
 second   the same command when there is nothing to do.
 many     32 sshd's on loopback, nothing to do, against a program that runs `nproc` on them with Fabric's ThreadingGroup;
          both are whole processes, in turns.
+doctor   `cluster-train doctor` on the two containers and on the 32 sshd's, every way between them tried.
 fan-out  100 MB of wheels for 8 sshd's, all from here and by our own rule, over loopback and behind a link of 20 MB/s.
 
 All nodes are on this one machine and share its processors.
@@ -74,16 +75,23 @@ assert len(group.run("nproc", hide=True)) == len(nodes)
 def main() -> None:
     """Measure what was asked for, everything by default."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="*", default=["cold", "second", "many", "fan-out"])
+    parser.add_argument("parts", nargs="*", default=["cold", "second", "many", "doctor", "fan-out"])
     parts = parser.parse_args().parts
     with tempfile.TemporaryDirectory(prefix="cluster-train-bench-") as scratch:
-        if {"cold", "second"} & {*parts}:
+        if {"cold", "second", "doctor"} & {*parts}:
             with containers(Path(scratch)) as inventory:
-                cold(inventory, Path(scratch), against_pip="cold" in parts)
-                second(inventory)
+                if {"cold", "second"} & {*parts}:
+                    cold(inventory, Path(scratch), against_pip="cold" in parts)
+                    second(inventory)
+                if "doctor" in parts:
+                    doctor(inventory, "2 containers", should_be_s=3.0)
         if "many" in parts:
             with sshds(Path(scratch) / "many", MANY) as nodes:
                 many(nodes, Path(scratch))
+        if "doctor" in parts:
+            with sshds(Path(scratch) / "doctor", MANY) as nodes:
+                inventory = write_inventory(Path(scratch) / "doctor.yml", nodes, root=str(Path(scratch) / "doctor-root"))
+                doctor(inventory, f"{MANY} sshd's on loopback", should_be_s=6.0)
         if "fan-out" in parts:
             with sshds(Path(scratch) / "fan-out", FAN_OUT) as nodes:
                 fan_out(nodes, Path(scratch))
@@ -152,6 +160,12 @@ def many(nodes: Sequence[SshdNode], scratch: Path) -> None:
     ratio = statistics.median(ours) / statistics.median(theirs)
     print(f"  cluster-train / Fabric = {ratio:.2f} (should be at most 1.3)")
     print(f"  peak memory of cluster-train: {memory / 1e6:.0f} MB (should be below 150 MB)")
+
+
+def doctor(inventory: Path, what: str, *, should_be_s: float) -> None:
+    """Once to bring our scripts, then as often as all else."""
+    seconds = [timed([COMMAND, "doctor", inventory])[0] for _ in range(ROUNDS + 1)][1:]
+    print(f"doctor of {what}: {told(seconds)} (should be at most {should_be_s} s)")
 
 
 def fan_out(nodes: Sequence[SshdNode], scratch: Path) -> None:

@@ -384,3 +384,13 @@ def tcp_pair() -> tuple[socket.socket, socket.socket]:
         far, _ = server.accept()
     far.setblocking(False)
     return near, far
+
+
+def test_the_listener_takes_the_first_free_port_of_its_range() -> None:
+    """A port that another run has is passed over; where all are taken it says so."""
+    first = listener.listen("127.0.0.1", [0])
+    taken = first.getsockname()[1]
+    with first, listener.listen("127.0.0.1", [taken, 0]) as second:
+        assert second.getsockname()[1] != taken
+        with pytest.raises(OSError, match="in use"):
+            listener.listen("127.0.0.1", [taken])

@@ -19,6 +19,7 @@ from orchestrator.specs.inventory import (
     Inventory,
     Job,
     Login,
+    NetworkOptions,
     Node,
     SshOptions,
     apply_overrides,
@@ -44,7 +45,7 @@ class TestWhatIsRead:
         inventory = read("nodes: [10.0.0.10, 10.0.0.11]\n", "inventories/lab.yml")
         assert inventory == Inventory(cluster="lab", nodes=(Node(host="10.0.0.10"), Node(host="10.0.0.11")))
         assert [node.name for node in inventory.nodes] == ["10.0.0.10", "10.0.0.11"]
-        assert (inventory.root, inventory.parallel, inventory.network) == ("~/.cluster-train", 16, None)
+        assert (inventory.root, inventory.parallel, inventory.network) == ("~/.cluster-train", 16, NetworkOptions())
         assert (inventory.stack.torch, inventory.stack.transformers) == ("2.13.0", "5.24.0")
         assert (inventory.job.ppn, inventory.job.grace_s, inventory.ssh.host_keys) == ("auto", 30.0, "strict")
 
@@ -64,7 +65,7 @@ job: {script: a b.py, args: [--x, 1], ppn: numa, omp_threads: 4, ccl_workers: 0,
 parallel: 4
 """
         )
-        assert inventory.network == "10.0.0.0/24"
+        assert inventory.network == NetworkOptions(cidr="10.0.0.0/24")
         assert inventory.ssh == SshOptions(
             user="ci", port=2200, key="~/k", known_hosts="kh", host_keys="accept-new", connect_timeout=2.5
         )
@@ -303,7 +304,7 @@ wat: 1
             "7: nodes[1]: expected a mapping (lines of `key: value`), got a list",
             "8: nodes[2].host: ${NOPE} is not set in the environment (${NOPE:-…} gives a default)",
             "9: nodes[3].host: missing (host name or IP address)",
-            "10: network: expected a network such as 10.0.0.0/24, got '10.0.0.0'",
+            "10: network: expected a network such as 10.0.0.0/24, or a mapping with cidr and ports, got '10.0.0.0'",
             "12: stack.backend: expected auto, ccl, gloo or mpi, got 'cll'; did you mean \"ccl\"?",
             "13: stack.ipex: expected auto, true or false, got 'maybe'",
             "14: stack.torch: expected a version (2.13.0) or a range ('>=2.8,<3'), got 'latest'",

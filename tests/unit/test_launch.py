@@ -228,3 +228,12 @@ def test_the_limits_of_a_run_reach_the_supervisor_and_the_ranks() -> None:
     }
     assert plan.document["beat"] == {"address": "10.0.0.10", "timeout_s": 20.0}
     assert plan.document["bootstrap"]["ddp_timeout_s"] == 90.0
+
+
+def test_the_supervisor_listens_beside_master_port_in_a_range_that_is_open() -> None:
+    """Not on MASTER_PORT itself, which rank 0 takes later; the launcher has its own share."""
+    nodes = [replace(machine(EPYC, 0), free_ports=(29580,)), machine(EPYC, 1)]
+    plan = launch(nodes, network={"ports": "29500-29599"})
+    ports = plan.document["beat"]["ports"]
+    assert ports == [*range(29575, 29580), *range(29581, 29592)]
+    assert plan.command.env["I_MPI_PORT_RANGE"] == "29500:29524"

@@ -131,17 +131,47 @@ def test_the_only_common_network_is_taken_with_each_nodes_own_card() -> None:
     assert choice.reason == "ranks talk over 10.0.0.0/24, the only network in which every node has an address"
 
 
-def test_the_inventorys_own_network_wins_over_a_faster_one() -> None:
-    """What the person wrote as `host` counts before the speed of the links."""
+def test_the_fastest_network_wins_over_the_inventorys_own() -> None:
+    """People write the addresses they log in at, often those of a slow network for administration; what is faster is taken, and
+    the sentence says what it was taken for, and how to have the other."""
     nodes = [
         node("node0", "10.0.0.10", [card("ib0", "10.1.0.10/24", speed=100000), card("eth0", "10.0.0.10/24", speed=1000)]),
         node("node1", "10.0.0.11", [card("ib0", "10.1.0.11/24", speed=100000), card("eth0", "10.0.0.11/24", speed=1000)]),
     ]
     choice = choose_network(nodes, None)
-    assert (choice.network, choice.reason) == (
-        "10.0.0.0/24",
-        "ranks talk over 10.0.0.0/24, where the inventory reaches the nodes",
+    assert [(endpoint.address, endpoint.interface) for endpoint in choice.endpoints] == [
+        ("10.1.0.10", "ib0"),
+        ("10.1.0.11", "ib0"),
+    ]
+    assert choice.reason == (
+        "ranks talk over 10.1.0.0/24, the fastest network that all nodes share: 100 Gbit/s, where 10.0.0.0/24 has 1 "
+        "(`network: 10.0.0.0/24` takes it)"
     )
+    assert choose_network(nodes, "10.0.0.0/24").network == "10.0.0.0/24"
+
+
+@pytest.mark.parametrize(("own", "other"), [(None, 100000), (1000, None), (1000, 1000), (10000, 1000)])
+def test_the_inventorys_own_network_stays_where_no_other_is_known_to_be_faster(own: int | None, other: int | None) -> None:
+    """Cards of virtual machines tell no speed."""
+    nodes = [
+        node(f"node{n}", f"10.0.0.{n}", [card("a", f"10.1.0.{n}/24", speed=other), card("b", f"10.0.0.{n}/24", speed=own)])
+        for n in (1, 2)
+    ]
+    choice = choose_network(nodes, None)
+    assert choice.reason == "ranks talk over 10.0.0.0/24, where the inventory reaches the nodes"
+
+
+def test_a_tunnel_does_not_pass_for_fast() -> None:
+    """Virtual cards claim any speed."""
+    nodes = [
+        node(
+            f"node{n}",
+            f"10.0.0.{n}",
+            [card("wg0", f"10.8.0.{n}/24", speed=100000, kind="virtual"), card("eth0", f"10.0.0.{n}/24", speed=1000)],
+        )
+        for n in (1, 2)
+    ]
+    assert choose_network(nodes, None).network == "10.0.0.0/24"
 
 
 def test_the_address_that_ssh_arrived_at_counts_for_a_name_or_a_forwarded_address() -> None:

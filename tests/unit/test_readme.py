@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 from orchestrator.cli import MODULE_OF
+from orchestrator.planning.ways import PORTS_OF
 from orchestrator.specs.inventory import describe
 
 
@@ -23,6 +24,18 @@ def test_every_command_is_listed(repository: Path) -> None:
         *("up", "provision", "doctor", "status", "logs", "stop", "runs", "init", "teardown")
     ]
     assert set(MODULE_OF) <= set(listed)
+
+
+def test_findings_that_it_names_exist(repository: Path) -> None:
+    """Each finding in the table of symptoms is one that the doctor makes, word by word."""
+    section = (repository / "README.md").read_text().split("## When it does not work")[1].split("\n## ")[0]
+    rows = [line.split("|")[2] for line in section.splitlines() if line.startswith("| ")][1:]
+    named = {name for row in rows for name in re.findall(r'"([^"]+)"', row)}
+    rooms = [repository / "orchestrator" / room for room in ("planning", "actions")]
+    source = "".join(path.read_text() for room in rooms for path in room.glob("*.py"))
+    made = {name.replace("{head}", "node0") for name in re.findall(r'f?"([^"\n]+)"', source)}
+    verbs = {f"a firewall {verb} {use}" for verb in ("drops", "rejects") for use in PORTS_OF.values()}
+    assert len(named) > 25 and named - made - verbs == set()
 
 
 def test_files_that_it_names_exist(repository: Path) -> None:
