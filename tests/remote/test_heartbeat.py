@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import queue
 import secrets
 import selectors
 import signal
@@ -159,6 +160,7 @@ class Head:
         beat = {"address": "127.0.0.1", "timeout_s": timeout_s}
         self.listener = listener.Listener(beat, [(rank, "node0") for rank in range(ranks)], self.selector)
         self._end, self.is_frozen = threading.Event(), False
+        self._words: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._serve, daemon=True)
         self._thread.start()
 
@@ -168,6 +170,12 @@ class Head:
                 if not self.is_frozen:
                     key.data()
             self.listener.look()
+            while not self._words.empty():
+                self.listener.send(self._words.get(), self.listener.living())
+
+    def tell(self, word: dict[str, Any]) -> None:
+        """Send the living ranks a word: by the one thread that serves them, as in the supervisor."""
+        self._words.put(word)
 
     def close(self) -> None:
         self._end.set()
@@ -213,7 +221,7 @@ def test_a_rank_is_told_that_the_job_is_lost(node: Node, head: Callable[..., Hea
     process = begin(node, node.launch("told", WAITS, size=1, beat=there.listener.beat))
     node.until_all_say("told", "ready", size=1)
     until(lambda: there.listener.living(), "its first beat")
-    there.listener.send({"end": "abort"}, there.listener.living())
+    there.tell({"end": "abort"})
     assert process.wait(LIMIT_S) == 128 + signal.SIGTERM
     assert there.listener.ranks[0].ended["ended_by"] == "abort"
     process.communicate()
