@@ -102,7 +102,7 @@ def _still_ready(
     tell(fleet, nodes, emit)
     for event in events:
         emit(event)
-    emit(Step(text=f"environment {lock.digest} is on every node, and nothing was touched there: nothing to do"))
+    emit(Step(text=f"environment {lock.digest} is on every node: nothing to install, as nothing was touched there"))
     return Provisioned(lock=lock, choice=choice, changes=())
 
 
