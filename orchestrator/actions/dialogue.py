@@ -29,7 +29,6 @@ class Dialogue:
 
     def __init__(self, transport: Transport, root: str, python: str, ports: tuple[int, int] | None) -> None:
         self.node = transport.node
-        self.noise = ""
         self._transport = transport
         self._argv = agent.command(root, python, "doctor.py", [root, *(["-".join(map(str, ports))] if ports else [])])
         self._asked = 0
@@ -39,6 +38,11 @@ class Dialogue:
             _patiently(partial(agent.ship, transport, root, python))
             self._rest = b""
             self._channel = _patiently(partial(transport.open, self._argv))
+
+    @property
+    def noise(self) -> str:
+        """What the login shell's start-up files print first."""
+        return self._channel.preamble().strip()[:100]
 
     def ask(self, question: str, timeout_s: float = ANSWER_TIMEOUT_S, **details: Any) -> Any:
         """The answer to one question; raises CommandError where there is none in time."""
@@ -97,15 +101,13 @@ class Dialogue:
         return code, self._channel.stderr()
 
     def _answer(self, channel: Channel, timeout_s: float) -> dict[str, Any]:
-        """The next line that answers the newest question; what else comes is what a shell's start-up files print."""
+        """The next line that answers the newest question."""
         deadline = time.monotonic() + timeout_s
         while True:
             while b"\n" in self._rest:
                 line, self._rest = self._rest.split(b"\n", 1)
                 answer = _parsed(line)
-                if answer is None:
-                    self.noise = self.noise or line.decode(errors="replace")[:100]
-                elif answer.get("id") == self._asked:
+                if answer and answer.get("id") == self._asked:
                     return answer
             data = channel.read(max(0.001, deadline - time.monotonic()))
             if not data:

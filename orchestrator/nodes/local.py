@@ -92,6 +92,9 @@ class LocalChannel:
             self._stderr_text = self._stderr.read().decode(errors="replace")
         return self._stderr_text
 
+    def preamble(self) -> str:
+        return ""  # no shell
+
     def close(self) -> None:
         if self._process.poll() is None:
             os.killpg(self._process.pid, signal.SIGKILL)  # its session is its own: what it started goes with it

@@ -116,6 +116,7 @@ class SshChannel:
         self._channel = channel
         self._stderr = bytearray()
         self._noise: bytearray | None = bytearray()
+        self._preamble = b""
 
     def write(self, data: bytes) -> None:
         # Under the time limit of the `read` that goes on at the same time: a channel has one for both directions.
@@ -133,7 +134,7 @@ class SshChannel:
             self._noise += data
             before, mark, after = self._noise.partition(f"{BEGIN}\n".encode())
             if mark:
-                self._noise = None
+                self._noise, self._preamble = None, bytes(before)
                 if after:
                     return bytes(after)
             elif len(before) > MOST_NOISE_BYTES:
@@ -152,6 +153,9 @@ class SshChannel:
             self._stderr += self._channel.recv_stderr(CHUNK_BYTES)
         # A shell that never came to the command (nologin) says why on stdout.
         return (self._stderr + (self._noise or b"")).decode(errors="replace")
+
+    def preamble(self) -> str:
+        return self._preamble.decode(errors="replace")
 
     def close(self) -> None:
         self.stderr()

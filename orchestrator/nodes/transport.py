@@ -35,6 +35,9 @@ class Channel(Protocol):
     def stderr(self) -> str:
         """What the command wrote to stderr; to be called after `wait`."""
 
+    def preamble(self) -> str:
+        """What the login shell's start-up files printed before the command began; known once something was read."""
+
     def close(self) -> None:
         """Give the command up: it reads end of file or is killed (local twin)."""
 
