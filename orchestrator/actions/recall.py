@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -41,23 +42,30 @@ class Recollection:
     seen: str
 
 
-def recall(fleet: Fleet, inventory: Inventory) -> tuple[NodeFacts, ...] | None:
-    """The facts of all nodes as they were, in the inventory's order; None where one is not known or was touched since."""
-    kept = {node.name: _stored(_file(inventory, node)) for node in inventory.nodes}
-    known = {name: recollection for name, recollection in kept.items() if recollection}
-    if len(known) < len(kept):
-        return None
+class Recall:
+    """What is remembered of an inventory's nodes. `look` is to be called once with each of them."""
 
-    def is_untouched(transport: Transport) -> bool:
-        recollection = known[transport.node]
-        return _look(transport, recollection.paths) == recollection.seen
+    def __init__(self, inventory: Inventory) -> None:
+        self._kept = {node.name: _stored(_file(inventory, node)) for node in inventory.nodes}
+        self._untouched: set[str] = set()
 
-    try:
-        if not all(fleet.each(is_untouched).values()):
+    def look(self, transport: Transport) -> None:
+        """Find out whether anything was touched on one node; whatever fails will be told by who asks in full."""
+        kept = self._kept[transport.node]
+        if kept and all(self._kept.values()):
+            with suppress(ClusterTrainError):
+                if _look(transport, kept.paths) == kept.seen:
+                    self._untouched.add(transport.node)
+
+    def facts(self) -> tuple[NodeFacts, ...] | None:
+        """Of all nodes, as they were, in the inventory's order; None where one is not known or was touched since."""
+        known = {name: kept for name, kept in self._kept.items() if kept and name in self._untouched}
+        if len(known) < len(self._kept):
             return None
-        return tuple(NodeFacts.from_json(name, recollection.document) for name, recollection in known.items())
-    except ClusterTrainError:
-        return None  # whoever asks in full will say what is wrong
+        try:
+            return tuple(NodeFacts.from_json(name, kept.document) for name, kept in known.items())
+        except ClusterTrainError:
+            return None  # of another version
 
 
 def remember(fleet: Fleet, inventory: Inventory, nodes: Sequence[NodeFacts]) -> None:

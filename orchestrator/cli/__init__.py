@@ -6,8 +6,10 @@ Exit codes: 0 ok, 1 the job failed, 2 usage or inventory, 3 a node cannot be rea
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from importlib import import_module
 from typing import Any
 
@@ -16,6 +18,9 @@ import click
 from orchestrator import __version__
 from orchestrator.console import Console
 from orchestrator.errors import ClusterTrainError, Interrupted
+
+# Pydantic would look through all installed packages for plugins, of which we want none.
+os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
 
 MODULE_OF = {
     "up": "train",
@@ -60,7 +65,13 @@ def cli() -> None:
 
 def main() -> None:
     """Entry point: every error of ours is told with its advice and ends with the exit code of its kind."""
-    sys.exit(_run(cli))
+    code = _run(cli)
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError):  # whoever read it has gone
+            stream.flush()
+    # All is closed and written. What the interpreter would now free object by object, the system frees at once; and a thread
+    # that waits for a node that has died keeps nobody waiting.
+    os._exit(code)
 
 
 def _run(command: Callable[..., Any]) -> int:

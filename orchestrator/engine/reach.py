@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from orchestrator.actions.probe import probe
 from orchestrator.nodes.fleet import Fleet, connect
 from orchestrator.nodes.ssh_config import unread_config
+from orchestrator.nodes.transport import Transport
 from orchestrator.specs.events import Emit, Notice, Step
 from orchestrator.specs.facts import NodeFacts
 from orchestrator.specs.inventory import Inventory
 
 
 @contextmanager
-def connected(inventory: Inventory, *, head_only: bool = False, needs_all: bool = True) -> Iterator[Fleet]:
+def connected(
+    inventory: Inventory,
+    *,
+    head_only: bool = False,
+    needs_all: bool = True,
+    greet: Callable[[Transport], None] | None = None,
+) -> Iterator[Fleet]:
     """The inventory's nodes, connected, and dropped at the end; without `needs_all` those that answer, the head at least."""
-    fleet = connect(inventory, inventory.nodes[:1] if head_only else None, needs_all=needs_all)
+    fleet = connect(inventory, inventory.nodes[:1] if head_only else None, needs_all=needs_all, greet=greet)
     try:
         yield fleet
     finally:

@@ -10,7 +10,7 @@ from orchestrator.actions.lockfile import LockFile
 from orchestrator.actions.probe import probe
 from orchestrator.actions.provision import Provisioned, choose, provision
 from orchestrator.actions.prune import Unused, remove, survey, to_keep
-from orchestrator.actions.recall import recall, remember
+from orchestrator.actions.recall import Recall, remember
 from orchestrator.actions.shared_root import by_root
 from orchestrator.actions.sync import JobFiles, collect, sync
 from orchestrator.actions.verify import Verified, take_away, verify
@@ -32,10 +32,11 @@ def prepare(inventory: Inventory, emit: Emit, *, locked: LockFile | None = None,
         repair: verify first, and install damaged environments anew. Raises PreflightError while one is in use.
     """
     files = collect(inventory.job) if inventory.job.script else None
-    with connected(inventory) as fleet:
+    recall = Recall(inventory)
+    with connected(inventory, greet=None if repair else recall.look) as fleet:
         if repair:
             _repair(fleet, inventory, emit, locked)
-        elif stack := _still_ready(fleet, inventory, emit, files, locked):
+        elif (known := recall.facts()) and (stack := _still_ready(fleet, inventory, known, emit, files, locked)):
             return stack
         nodes, network, stack = ready(fleet, inventory, emit, files, locked)
         if not _is_all_there(fleet, nodes, network, stack.lock, files):  # as they were before
@@ -89,12 +90,18 @@ def ready(
 
 
 def _still_ready(
-    fleet: Fleet, inventory: Inventory, emit: Emit, files: JobFiles | None, locked: LockFile | None
+    fleet: Fleet,
+    inventory: Inventory,
+    nodes: Sequence[NodeFacts],
+    emit: Emit,
+    files: JobFiles | None,
+    locked: LockFile | None,
 ) -> Provisioned | None:
-    """The stack, where everything is on the nodes and nothing was touched since that was seen; None where that is not so."""
-    nodes = recall(fleet, inventory)
-    if nodes is None:
-        return None
+    """The stack, where everything is on the nodes by what is known of them; None where that is not so.
+
+    Args:
+        nodes: as they were; nothing was touched there since.
+    """
     events: list[Event] = []
     lock, choice = choose(inventory, nodes, events.append, fetch="never", locked=locked)
     if not _is_all_there(fleet, nodes, network_of(inventory, nodes), lock, files):

@@ -63,13 +63,22 @@ class Fleet:
             transport.close()
 
 
-def connect(inventory: Inventory, nodes: Iterable[Node] | None = None, *, needs_all: bool = True) -> Fleet:
+def connect(
+    inventory: Inventory,
+    nodes: Iterable[Node] | None = None,
+    *,
+    needs_all: bool = True,
+    greet: Callable[[Transport], None] | None = None,
+) -> Fleet:
     """Connect to every node at once; raises FleetError, with all connections closed again, when any cannot be reached.
 
     Without `needs_all` only the head must be there; the fleet names the others that are not.
+
+    Args:
+        greet: called with each node as soon as it is connected, while others still are not.
     """
     by_name = {node.name: node for node in (inventory.nodes if nodes is None else nodes)}
-    made, failures = _connect_all(inventory, by_name)
+    made, failures = _connect_all(inventory, by_name, greet)
     if failures and (needs_all or next(iter(by_name)) in failures):
         _close(made)
         raise _all_of(failures)
@@ -83,12 +92,16 @@ def connect_each(inventory: Inventory) -> tuple[dict[str, Transport], dict[str, 
     return _connect_all(inventory, {node.name: node for node in inventory.nodes})
 
 
-def _connect_all(inventory: Inventory, by_name: Mapping[str, Node]) -> tuple[dict[str, Transport], dict[str, ClusterTrainError]]:
+def _connect_all(
+    inventory: Inventory, by_name: Mapping[str, Node], greet: Callable[[Transport], None] | None = None
+) -> tuple[dict[str, Transport], dict[str, ClusterTrainError]]:
     made: dict[str, Transport] = {}
 
     def connector(node: Node) -> Callable[[], None]:
         def connect_one() -> None:
             made[node.name] = _transport(inventory, node)
+            if greet:
+                greet(made[node.name])
 
         return connect_one
 
