@@ -434,6 +434,30 @@ def test_the_jobs_time_limit_holds_where_the_script_names_none(
 
 
 @pytest.mark.stack
+@pytest.mark.parametrize("end", ["pass", "sys.exit()", "sys.exit(0)"])
+def test_libraries_cannot_abort_a_script_that_has_ended_well(training_python: Path, tmp_path: Path, end: str) -> None:
+    """What Python does at its end is done; what a C++ library does after that, which may be to abort, is not."""
+    script = write(
+        tmp_path / "script.py",
+        f"""
+        import atexit, ctypes, sys, threading, time
+        import torch
+        libc = ctypes.CDLL(None)
+        libc.on_exit(ctypes.cast(libc.abort, ctypes.c_void_p), None)
+        atexit.register(print, "at exit")
+        threading.Thread(target=lambda: (time.sleep(0.3), print("thread"))).start()
+        print("done")
+        {end}
+        """,
+    )
+
+    answer = run(BOOTSTRAP, script, interpreter=training_python)
+
+    assert (answer.returncode, answer.stdout) == (0, "done\nthread\nat exit\n"), answer.stderr
+    assert run(script, interpreter=training_python).returncode == -signal.SIGABRT
+
+
+@pytest.mark.stack
 def test_an_installed_ccl_is_used_by_all(training_python: Path, tmp_path: Path) -> None:
     """Where something installed provides "ccl" and it is the run's backend, scripts that know nothing of it use it."""
     (tmp_path / "site").mkdir()
