@@ -7,6 +7,7 @@ import os
 import subprocess
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -102,4 +103,8 @@ def wait_for(condition: Callable[[], bool], is_over: Callable[[], bool]) -> None
 
 
 def large_is_under_way(root: Path) -> bool:
-    return any(1_000_000 < path.stat().st_size < LARGE_BYTES for path in root.glob("wheelhouse/.*.part/*/large-*.whl"))
+    for path in root.glob("wheelhouse/.*.part/*/large-*.whl"):
+        with suppress(FileNotFoundError):  # it got its name meanwhile
+            if 1_000_000 < path.stat().st_size < LARGE_BYTES:
+                return True
+    return False
