@@ -50,7 +50,7 @@ def test_what_start_up_files_print_is_not_output(sshd_factory: SshdNodes, tmp_pa
 
 
 def test_the_whole_command_works_on_a_noisy_node(sshd_factory: SshdNodes, tmp_path: Path, cluster_train: ClusterTrain) -> None:
-    """`doctor --json` on it prints JSON, and nothing of the noise."""
+    """`doctor --json` on it prints JSON lines; the noise is a finding, and nowhere else."""
     node = noisy(sshd_factory, "echo Welcome; echo Welcome >&2", tmp_path)
     inventory = tmp_path / "lab.yml"
     content = {
@@ -60,7 +60,9 @@ def test_the_whole_command_works_on_a_noisy_node(sshd_factory: SshdNodes, tmp_pa
     }
     inventory.write_text(json.dumps(content))
     ran = cluster_train("doctor", str(inventory), "--json")
-    assert ran.events and "Welcome" not in ran.stdout
+    assert all("Welcome" not in json.dumps(event) for event in ran.events[:-1])
+    noise = [found for found in ran.result["findings"] if "Welcome" in json.dumps(found)]
+    assert [found["what"] for found in noise] == ["shell start-up is noisy"]
 
 
 def test_a_shell_that_never_comes_to_the_command_is_quoted(sshd_factory: SshdNodes) -> None:
