@@ -107,6 +107,7 @@ def cold(inventory: Path, scratch: Path, *, against_pip: bool) -> None:
     logins = [ssh(inventory, node["host"]) for node in yaml.safe_load(inventory.read_text())["nodes"]]
     for login in logins:
         call([*login, "cd .cluster-train && rm -rf envs cache"])
+    os.sync()  # what the last one wrote is not to be paid for by the next
     in_place, _ = timed([COMMAND, "provision", inventory])
     print(f"  with the wheels in place there: {in_place:.1f} s")
     (pip,) = Path(ensurepip.__file__).parent.glob("_bundled/pip-*.whl")
@@ -117,6 +118,7 @@ def cold(inventory: Path, scratch: Path, *, against_pip: bool) -> None:
             with source.open("rb") as content:
                 subprocess.run([*login, f"cat > {name}"], stdin=content, check=True)
     install = f"python3 {pip.name}/pip install --quiet --no-index --find-links links --target by-pip -r wanted.txt"
+    os.sync()
     started = time.perf_counter()
     running = [subprocess.Popen([*login, install], stderr=subprocess.PIPE, text=True) for login in logins]
     for process in running:
