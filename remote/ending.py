@@ -9,7 +9,7 @@ import processes
 import pulse
 import records
 
-# Parents worth remembering: on other nodes mpirun's own daemons do not carry the run's tag.
+# Parents worth remembering: on other nodes Open MPI's daemons do not carry the run's tag.
 MPI_DAEMONS = ("hydra_", "mpiexec", "mpirun", "prte", "orted")
 BROKEN = 98  # exit code: rank.py itself failed
 PART_S = 2.0  # for the supervisor to note the end of a rank

@@ -7,6 +7,7 @@ import os
 import resource
 import time
 
+import probe
 import processes
 import records
 import topology
@@ -29,7 +30,7 @@ def examine(root):
         "smt": tree.text("/sys/devices/system/cpu/smt/active") == "1",
         "governors": governors(tree),
         "limits": limits(),
-        "has_rdma": bool(list_names("/sys/class/infiniband")),
+        "has_rdma": bool(probe.list_names("/sys/class/infiniband")),
         "programs": {name: found for name, found in ((name, which(name)) for name in PROGRAMS) if found},
         "path": os.environ.get("PATH", ""),
         "ours": our_processes(),
@@ -123,13 +124,6 @@ def limits():
         name: [None if value == resource.RLIM_INFINITY else value for value in resource.getrlimit(number)]
         for name, number in names.items()
     }
-
-
-def list_names(directory):
-    try:
-        return os.listdir(directory)
-    except OSError:
-        return []
 
 
 def which(name):

@@ -108,3 +108,19 @@ def large_is_under_way(root: Path) -> bool:
             if 1_000_000 < path.stat().st_size < LARGE_BYTES:
                 return True
     return False
+
+
+def loopback_inventory(directory: Path, root: Path, nodes: list[SshdNode], **job: Any) -> Path:
+    """An inventory of the nodes with the stack of inventories/local.yml and these job keys, written into a directory."""
+    local = yaml.safe_load((REPOSITORY / "inventories" / "local.yml").read_text())
+    content = {
+        "cluster": "loopback",
+        "root": str(root),
+        "ssh": {"key": str(nodes[0].key), "known_hosts": str(nodes[0].known_hosts), "port": nodes[0].port},
+        "nodes": [{"name": f"node{index}", "host": node.host} for index, node in enumerate(nodes)],
+        "stack": local["stack"],
+        "job": job,
+    }
+    path = directory / "loopback.yml"
+    path.write_text(yaml.safe_dump(content))
+    return path

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from commands import COMMAND, REPOSITORY, ClusterTrain, LocalStack
 from jobs import script
+from labs import loopback_inventory
 from sshd import SSHD, SshdNode, SshdNodes
 
 pytestmark = pytest.mark.stack
@@ -53,18 +53,7 @@ def root(tmp_path: Path, local_stack: LocalStack) -> Path:
 
 @pytest.fixture
 def inventory(tmp_path: Path, root: Path, nodes: list[SshdNode]) -> Path:
-    local = yaml.safe_load((REPOSITORY / "inventories" / "local.yml").read_text())
-    content = {
-        "cluster": "loopback",
-        "root": str(root),
-        "ssh": {"key": str(nodes[0].key), "known_hosts": str(nodes[0].known_hosts), "port": nodes[0].port},
-        "nodes": [{"name": f"node{index}", "host": node.host} for index, node in enumerate(nodes)],
-        "stack": local["stack"],
-        "job": {"ppn": 1, "grace_s": 3},
-    }
-    path = tmp_path / "loopback.yml"
-    path.write_text(yaml.safe_dump(content))
-    return path
+    return loopback_inventory(tmp_path, root, nodes, ppn=1, grace_s=3)
 
 
 class Started:

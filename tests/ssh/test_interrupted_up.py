@@ -10,10 +10,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-import yaml
 from commands import COMMAND, REPOSITORY, LocalStack
 from jobs import script
-from labs import Lab, whole_wheels
+from labs import Lab, loopback_inventory, whole_wheels
 from sshd import SshdNode, SshdNodes
 from test_interrupted_provision import complete_environments, is_building, large_is_under_way, unfinished
 
@@ -115,18 +114,7 @@ def two(sshd_factory: SshdNodes) -> list[SshdNode]:
 @pytest.fixture
 def whole_inventory(two: list[SshdNode], tmp_path: Path, local_stack: LocalStack) -> Path:
     """Two nodes with the real stack."""
-    local_stack.borrowed(tmp_path / "root")
-    content = {
-        "cluster": "loopback",
-        "root": str(tmp_path / "root"),
-        "ssh": {"key": str(two[0].key), "known_hosts": str(two[0].known_hosts), "port": two[0].port},
-        "nodes": [{"name": f"node{index}", "host": node.host} for index, node in enumerate(two)],
-        "stack": yaml.safe_load((REPOSITORY / "inventories" / "local.yml").read_text())["stack"],
-        "job": {"ppn": 2, "grace_s": 60},
-    }
-    path = tmp_path / "loopback.yml"
-    path.write_text(yaml.safe_dump(content))
-    return path
+    return loopback_inventory(tmp_path, local_stack.borrowed(tmp_path / "root"), two, ppn=2, grace_s=60)
 
 
 @pytest.mark.parametrize("phase", ["starting", "running"])

@@ -15,6 +15,7 @@ import pytest
 import yaml
 from commands import COMMAND, REPOSITORY, ClusterTrain, LocalStack, Ran
 from jobs import FAILS_ON_RANK_2, SAVES_AT_THE_END, script
+from labs import loopback_inventory
 from sshd import SshdNode, SshdNodes
 
 pytestmark = pytest.mark.stack
@@ -60,18 +61,7 @@ def inventory(tmp_path: Path, root: Path, nodes: list[SshdNode]) -> Callable[...
     """Writes an inventory of the two sshd's with the stack of inventories/local.yml, and job keys of the test's choice."""
 
     def write(**job: Any) -> Path:
-        local = yaml.safe_load((REPOSITORY / "inventories" / "local.yml").read_text())
-        content = {
-            "cluster": "loopback",
-            "root": str(root),
-            "ssh": {"key": str(nodes[0].key), "known_hosts": str(nodes[0].known_hosts), "port": nodes[0].port},
-            "nodes": [{"name": f"node{index}", "host": node.host} for index, node in enumerate(nodes)],
-            "stack": local["stack"],
-            "job": {"ppn": 2, "grace_s": 3, **job},
-        }
-        path = tmp_path / "loopback.yml"
-        path.write_text(yaml.safe_dump(content))
-        return path
+        return loopback_inventory(tmp_path, root, nodes, **{"ppn": 2, "grace_s": 3, **job})
 
     return write
 
