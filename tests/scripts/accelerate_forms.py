@@ -54,7 +54,7 @@ def main():
         AcceleratorState._reset_state(reset_partial_state=True)
         dist.barrier()
         dist.destroy_process_group()
-    print(json.dumps(results))
+    sys.stdout.write(json.dumps(results) + "\n")  # one write: mpirun mixes the ranks' output between writes
 
 
 if __name__ == "__main__":

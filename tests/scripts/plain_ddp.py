@@ -45,7 +45,8 @@ def main():
         size = dist.get_world_size()
         dist.barrier()
         dist.destroy_process_group()
-    print(json.dumps({"rank": int(os.environ["RANK"]), "size": size, "backends": used, "weights": weights}))
+    result = {"rank": int(os.environ["RANK"]), "size": size, "backends": used, "weights": weights}
+    sys.stdout.write(json.dumps(result) + "\n")  # one write: mpirun mixes the ranks' output between writes
 
 
 if __name__ == "__main__":

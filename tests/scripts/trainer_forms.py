@@ -59,7 +59,7 @@ def main():
         )
         dist.barrier()
         dist.destroy_process_group()
-    print(json.dumps(results))
+    sys.stdout.write(json.dumps(results) + "\n")  # one write: mpirun mixes the ranks' output between writes
 
 
 if __name__ == "__main__":

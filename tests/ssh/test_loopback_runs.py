@@ -211,7 +211,9 @@ def test_outputs_and_logs_come_back_from_a_run_that_failed(
         "rank = os.environ['RANK']\n"
         "print('rank', rank, 'was here')\n"
         "if rank == '0': pathlib.Path('out').mkdir(), pathlib.Path('out/part').write_text('half a result')\n"
-        "while rank == '2' and not pathlib.Path('out/part').exists(): time.sleep(0.05)\n"
+        "pathlib.Path('begun-' + rank).touch()\n"
+        "awaited = [pathlib.Path('out/part'), *(pathlib.Path('begun-%d' % other) for other in range(4))]\n"
+        "while rank == '2' and not all(path.exists() for path in awaited): time.sleep(0.05)\n"
         "if rank == '2': sys.exit(4)\n"
         "time.sleep(60)\n"
     )
