@@ -69,7 +69,7 @@ def up(options: argparse.Namespace) -> int:
         "CLUSTER_TRAIN_SUBNET": options.subnet,
         **{f"CLUSTER_TRAIN_{name.upper()}": address for name, address in addresses.items()},
     }
-    compose = (*engine.compose, *_compose_files(), "--project-name", options.project)
+    compose = (*engine.compose, *_compose_files(options.lay_over), "--project-name", options.project)
     say("building the image of the nodes (the first time takes about a minute)")
     run((*compose, "build"), environment=environment, limit_s=900)
     try:
@@ -201,6 +201,8 @@ def _parser() -> argparse.ArgumentParser:
     start = commands.add_parser("up", parents=[common], help="start both nodes and wait until they answer")
     subnet = os.environ.get("CLUSTER_TRAIN_SUBNET", DEFAULT_SUBNET)
     start.add_argument("--subnet", default=subnet, help="of the nodes (default: $CLUSTER_TRAIN_SUBNET, now %(default)s)")
+    more = "a compose file to lay over ours, such as more memory; may be given more than once"
+    start.add_argument("--lay-over", type=Path, action="append", default=[], metavar="FILE", help=more)
     start.add_argument("--timeout", type=float, default=60, metavar="S", help="seconds to wait for sshd (default: 60)")
     start.set_defaults(command=up)
     stop = commands.add_parser("down", parents=[common], help="remove everything that up made")
@@ -229,8 +231,9 @@ def _start(compose: Sequence[str], environment: Mapping[str, str]) -> None:
         raise DockerError(f"{error}{advice}") from error
 
 
-def _compose_files() -> tuple[str, ...]:
-    return ("--file", str(HERE / "compose.yaml"), "--file", str(HERE / "compose.addresses.yaml"))
+def _compose_files(more: Sequence[Path]) -> tuple[str, ...]:
+    files = (HERE / "compose.yaml", HERE / "compose.addresses.yaml", *more)
+    return tuple(word for path in files for word in ("--file", str(path)))
 
 
 def _node(record: Mapping[str, Any]) -> Node:

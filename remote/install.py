@@ -267,8 +267,10 @@ def rename_in_scripts(building, final):
                 out.write(content.replace(old, new))
 
 
+# Collecting garbage, of which importing leaves none to speak of, is a tenth of the time that importing takes.
 CHECK = """
-import importlib, json, sys
+import gc, importlib, json, sys
+gc.disable()
 versions = {}
 for name in sys.argv[1:]:
     module = importlib.import_module(name)

@@ -5,7 +5,8 @@
 cold     two containers with nothing on them, all wheels in the cache here: `cluster-train provision` carries, installs and
          imports them; then once more with the wheels in place and the environments gone. Against both: `pip install --no-index
          --find-links` on both containers at once, wheels in place. The containers have neither pip nor venv: pip is run from
-         its own wheel, into a directory (--target).
+         its own wheel, into a directory (--target). The containers' homes are in memory: how fast a disk takes 4 GB, and
+         whether ext4 has just freed as many inodes (it then creates files three times slower for some minutes), is not asked.
 second   the same command when there is nothing to do.
 many     32 sshd's on loopback, nothing to do, against a program that runs `nproc` on them with Fabric's ThreadingGroup;
          both are whole processes, in turns.
@@ -107,7 +108,6 @@ def cold(inventory: Path, scratch: Path, *, against_pip: bool) -> None:
     logins = [ssh(inventory, node["host"]) for node in yaml.safe_load(inventory.read_text())["nodes"]]
     for login in logins:
         call([*login, "cd .cluster-train && rm -rf envs cache"])
-    os.sync()  # what the last one wrote is not to be paid for by the next
     in_place, _ = timed([COMMAND, "provision", inventory])
     print(f"  with the wheels in place there: {in_place:.1f} s")
     (pip,) = Path(ensurepip.__file__).parent.glob("_bundled/pip-*.whl")
@@ -118,7 +118,6 @@ def cold(inventory: Path, scratch: Path, *, against_pip: bool) -> None:
             with source.open("rb") as content:
                 subprocess.run([*login, f"cat > {name}"], stdin=content, check=True)
     install = f"python3 {pip.name}/pip install --quiet --no-index --find-links links --target by-pip -r wanted.txt"
-    os.sync()
     started = time.perf_counter()
     running = [subprocess.Popen([*login, install], stderr=subprocess.PIPE, text=True) for login in logins]
     for process in running:
@@ -226,7 +225,8 @@ def random_wheel(index: int) -> LockedWheel:
 def containers(scratch: Path) -> Iterator[Path]:
     """An inventory of two containers of this run's own, removed at the end."""
     where = ["--project", PROJECT, "--state", str(scratch / "state")]
-    call([sys.executable, "docker/cluster.py", "up", "--subnet", SUBNET, *where])
+    in_memory = ["--lay-over", REPOSITORY / "tests" / "bench" / "in-memory.yaml"]
+    call([sys.executable, "docker/cluster.py", "up", "--subnet", SUBNET, *in_memory, *where])
     try:
         state = scratch / "state"
         content = {
