@@ -6,6 +6,7 @@ Exit codes: 0 ok, 1 the job failed, 2 usage or inventory, 3 a node cannot be rea
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections.abc import Callable
@@ -33,6 +34,8 @@ MODULE_OF = {
     "init": "survey",
     "teardown": "survey",
 }
+# Importing leaves no garbage to speak of, and looking for it after every 700 objects is a fifth of the time that it takes.
+ALLOCATIONS_PER_COLLECTION = 50_000
 
 
 class Commands(click.Group):
@@ -65,6 +68,7 @@ def cli() -> None:
 
 def main() -> None:
     """Entry point: every error of ours is told with its advice and ends with the exit code of its kind."""
+    gc.set_threshold(ALLOCATIONS_PER_COLLECTION)
     code = _run(cli)
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError):  # whoever read it has gone
