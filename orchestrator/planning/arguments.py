@@ -30,6 +30,7 @@ class Flag:
         successor: the flag that means the same to the releases which do not know this one; "" where there is none.
         value: what the successor of a switch is given.
         needs: the distribution without which the flag cannot work.
+        idle_since: the first release that takes the flag and does nothing for it.
         meaning: why nothing is passed where there is no successor.
     """
 
@@ -40,6 +41,7 @@ class Flag:
     successor: str = ""
     value: str = ""
     needs: str = ""
+    idle_since: Version | None = None
     meaning: str = ""
 
 
@@ -71,6 +73,7 @@ FLAGS: tuple[Flag, ...] = (
         until=Version("4.56.2"),
         switch=True,
         needs="intel-extension-for-pytorch",
+        idle_since=Version("4.53.0"),  # see `ipex_limits` in compat.yaml
         meaning="the model trains on PyTorch's own CPU kernels",
     ),
     Flag(name="jit_mode_eval", until=_V4, switch=True, meaning="evaluation runs without TorchScript"),
@@ -229,6 +232,8 @@ def _replace(flag: Flag, value: str | None, stack: _Stack) -> _Replacement | Non
         reason = _unknown(stack, flag)
     elif flag.needs and flag.needs not in stack.distributions:
         reason = f"{flag.needs} is not installed"
+    elif flag.idle_since and stack.transformers >= flag.idle_since:
+        reason = f"transformers {stack.transformers} takes it and does nothing"
     else:
         return None
     if flag.switch:

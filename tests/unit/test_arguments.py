@@ -5,32 +5,34 @@ from __future__ import annotations
 import argparse
 import json
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from packaging.version import Version
 
-from orchestrator.planning.arguments import CCL_REFUSED_SINCE, FLAGS, Flag, translate
+from orchestrator.planning.arguments import CCL_REFUSED_SINCE, FLAGS, Flag, Translation, translate
 
 TRAINER = "from transformers import HfArgumentParser, TrainingArguments\n"
 NEW, OLD = "5.24.0", "4.28.1"
 
 
-def translated(
-    *argv: str,
-    transformers: str = NEW,
-    backend: str = "gloo",
-    script: str = TRAINER,
-    installed: tuple[str, ...] = (),
-) -> tuple[str, ...]:
+def translated(*argv: str, **context: Any) -> tuple[str, ...]:
+    return translation(*argv, **context).argv
+
+
+def told(*argv: str, **context: Any) -> tuple[str, ...]:
+    return translation(*argv, **context).notes
+
+
+def translation(
+    *argv: str, transformers: str = NEW, backend: str = "gloo", script: str = TRAINER, installed: Sequence[str] = ()
+) -> Translation:
     versions = {"transformers": transformers, **dict.fromkeys(installed, "1.0")}
-    return translate(argv, script_text=script, versions=versions, backend=backend).argv
-
-
-def told(*argv: str, transformers: str = NEW, backend: str = "gloo", script: str = TRAINER) -> tuple[str, ...]:
-    return translate(argv, script_text=script, versions={"transformers": transformers}, backend=backend).notes
+    return translate(argv, script_text=script, versions=versions, backend=backend)
 
 
 def test_the_guides_command_line_on_a_new_stack() -> None:
@@ -125,6 +127,16 @@ def test_ipex_is_left_to_a_stack_that_has_it() -> None:
     assert translated("--use_ipex", transformers="4.50.0", installed=("intel_extension_for_pytorch",)) == ("--use_ipex",)
     assert translated("--use_ipex", transformers="4.50.0") == ()
     assert "intel-extension-for-pytorch is not installed" in told("--use_ipex", transformers="4.50.0")[0]
+
+
+def test_ipex_is_not_promised_by_a_release_that_ignores_it() -> None:
+    """From 4.53 on the Trainer takes --use_ipex and does nothing: that is told, not passed on."""
+    ipex = ("intel_extension_for_pytorch",)
+    assert translated("--use_ipex", transformers="4.52.4", installed=ipex) == ("--use_ipex",)
+    assert translated("--use_ipex", transformers="4.53.0", installed=ipex) == ()
+    assert told("--use_ipex", transformers="4.56.2", installed=ipex) == (
+        "--use_ipex: transformers 4.56.2 takes it and does nothing; left out: the model trains on PyTorch's own CPU kernels",
+    )
 
 
 def test_ccl_stays_where_the_run_has_it() -> None:
