@@ -113,11 +113,12 @@ def cold(inventory: Path, scratch: Path, *, against_pip: bool) -> None:
     (pip,) = Path(ensurepip.__file__).parent.glob("_bundled/pip-*.whl")
     (scratch / "wanted.txt").write_text("".join(f"{name}=={version}\n" for name, version in versions.items()))
     for login in logins:
-        call([*login, "mkdir links && ln .cluster-train/wheelhouse/*/*.whl links/"])
+        call([*login, "mkdir links tmp && ln .cluster-train/wheelhouse/*/*.whl links/"])
         for source, name in ((pip, pip.name), (scratch / "wanted.txt", "wanted.txt")):
             with source.open("rb") as content:
                 subprocess.run([*login, f"cat > {name}"], stdin=content, check=True)
-    install = f"python3 {pip.name}/pip install --quiet --no-index --find-links links --target by-pip -r wanted.txt"
+    # pip moves what it installed from its temporary directory to the target: a rename within one file system, as ours.
+    install = f"TMPDIR=~/tmp python3 {pip.name}/pip install --quiet --no-index --find-links links --target by-pip -r wanted.txt"
     started = time.perf_counter()
     running = [subprocess.Popen([*login, install], stderr=subprocess.PIPE, text=True) for login in logins]
     for process in running:
