@@ -7,6 +7,7 @@ ClusterTrainError                  exit code 1
         x HostKeyError                 the host key is unknown or has changed
         x AuthenticationError          the login was refused
           - LockedKeyError                 only a private key with a passphrase is left to try
+          - PasswordNeededError            it takes none of the keys, but would take a password
         x CommandError                 a command on a node failed or took too long
     + FleetError                   3   several nodes failed at once; holds every failure
     + ProvisionError               4   no consistent set of wheels, or an installation failed
@@ -68,6 +69,15 @@ class LockedKeyError(AuthenticationError):
     def __init__(self, message: str, *, node: str, key_file: str, advice: str = "") -> None:
         super().__init__(message, node=node, advice=advice)
         self.key_file = key_file
+
+
+class PasswordNeededError(AuthenticationError):
+    """The node takes a password, and either none was given yet or not this one; `user` at `address` is whose it is."""
+
+    def __init__(self, message: str, *, node: str, user: str, address: str, advice: str = "") -> None:
+        super().__init__(message, node=node, advice=advice)
+        self.user = user
+        self.address = address
 
 
 class CommandError(NodeError):

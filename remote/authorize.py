@@ -2,16 +2,19 @@
 
 Usage: authorize.py key ROOT                     makes <root>/ssh/id_ed25519 if it is not there; prints {"public", "identity"}
        authorize.py allow COMMENT ADDRESS        < public key    allows it in ~/.ssh/authorized_keys, from ADDRESS only
+       authorize.py person COMMENT               < public key    allows a person's own key there, unless it is allowed already;
+                                                 prints {"is_new", "loose": [path, ...]}, see `loose_places`
        authorize.py revoke                       removes every key of ours; prints {"removed": [comment, ...]}
 
-Keys of ours are known by their comment, which begins with "cluster-train:". They are `restrict`ed: commands only, no
-forwarding, no terminal. They stand before all other lines of the file, whose bytes are never changed.
+Keys of ours are known by their comment, which begins with "cluster-train:". The cluster's are `restrict`ed: commands only, no
+forwarding, no terminal. All stand before the other lines of the file, whose bytes are never changed.
 """
 
 import contextlib
 import fcntl
 import json
 import os
+import stat
 import subprocess
 import sys
 
@@ -21,12 +24,14 @@ MARK = "cluster-train:"
 
 
 def main(arguments):
-    """Run one of the three commands; 0, or 1 after saying on stderr what was wrong."""
+    """Run one of the four commands; 0, or 1 after saying on stderr what was wrong."""
     try:
         if arguments[0] == "key":
             answer = make_key(os.path.expanduser(arguments[1]))
         elif arguments[0] == "allow":
             answer = allow(arguments[1], arguments[2], sys.stdin.read())
+        elif arguments[0] == "person":
+            answer = let_in(arguments[1], sys.stdin.read())
         else:
             answer = revoke()
     except (OSError, ValueError) as error:
@@ -61,6 +66,35 @@ def allow(comment, address, public):
             line = 'restrict,from="{}" {} {} {}\n'.format(address, kind, blob, comment)
             write_authorized([line.encode("ascii")] + lines)
     return {"comment": comment}
+
+
+def let_in(comment, public):
+    """Add the key once, whoever added it; our two places get the modes without which sshd's StrictModes passes over them."""
+    kind, blob = public.split()[:2]
+    if not comment.startswith(MARK) or any(character in comment for character in ' "\n'):
+        raise ValueError("not a comment of ours: {!r}".format(comment))
+    with exclusive():
+        lines = authorized_lines()
+        is_new = not any(blob.encode("ascii") in line.split() for line in lines if not line.startswith(b"#"))
+        if is_new:
+            write_authorized(["{} {} {}\n".format(kind, blob, comment).encode("ascii")] + lines)
+        for path in (authorized_path(), os.path.dirname(authorized_path())):
+            mode = stat.S_IMODE(os.stat(path).st_mode)
+            if mode & 0o022:
+                os.chmod(path, mode & ~0o022)
+    return {"is_new": is_new, "loose": loose_places()}
+
+
+def loose_places():
+    """Where somebody else may write, from the file up to the home: sshd's StrictModes then takes no key from the file."""
+    found, path, home = [], authorized_path(), os.path.realpath(os.path.expanduser("~"))
+    while True:
+        seen = os.stat(path)
+        if seen.st_uid not in (0, os.getuid()) or seen.st_mode & 0o022:
+            found.append(path)
+        if path in (home, "/"):
+            return found
+        path = os.path.dirname(path)
 
 
 def revoke():

@@ -41,21 +41,38 @@ def doctor(ctx: click.Context, inventory_file: str, as_json: bool) -> None:
 @click.option("--user", help="Login name on the hosts.")
 @click.option("--key", help="Private key file.")
 @click.option("--port", type=click.IntRange(1, 65535), help="Port of sshd.")
+@click.option(
+    "--copy-key/--no-copy-key",
+    default=None,
+    help="Where only a password lets you in: put your public key there, or do not (default: ask).",
+)
 @click.option("--yes", is_flag=True, help="Overwrite the file if it is there.")
 @json_option
 def init(
-    hosts: tuple[str, ...], output: str, user: str | None, key: str | None, port: int | None, yes: bool, as_json: bool
+    hosts: tuple[str, ...],
+    output: str,
+    user: str | None,
+    key: str | None,
+    port: int | None,
+    copy_key: bool | None,
+    yes: bool,
+    as_json: bool,
 ) -> None:
     """Look at machines and write a commented inventory of what was found. node0 comes first.
 
     A HOST is an address, or user@address:port; or the path of a hostfile; or a quoted pattern of host names that your
     ~/.ssh/config knows: `cluster-train init 'node*'`.
+
+    Machines that take none of your keys but a password are asked for it here, on the terminal, once for all; it is not stored.
+    Your public key can be put there, so that the other commands get in. `teardown` removes it.
     """
     console = Console(as_json=as_json)
     path = Path(output)
     if path.exists() and not (yes or (sys.stdin.isatty() and is_agreed(f"{path} exists already. Overwrite it?"))):
         raise InventoryError(f"{path} exists already", advice="name another file with --output, or say --yes to overwrite it")
-    text = survey.init(hosts, {"user": user, "key": key, "port": port}, console.emit)
+    text = survey.init(
+        hosts, {"user": user, "key": key, "port": port}, console.emit, lambda question: _copies_key(copy_key, question)
+    )
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text)
     console.emit(Result(document={"inventory": str(path)}, text=f"wrote {path}; next: cluster-train doctor {path}"))
@@ -76,6 +93,12 @@ def teardown(ctx: click.Context, inventory_file: str, yes: bool, as_json: bool) 
             raise click.Abort
     removed = survey.teardown(inventory, console.emit)
     console.emit(Result(document={"removed": removed}, text="nothing of cluster-train is left on the nodes"))
+
+
+def _copies_key(said: bool | None, question: str) -> bool:
+    if said is not None:
+        return said
+    return sys.stdin.isatty() and click.confirm(question, default=True, err=True)
 
 
 def _diagnosis_result(diagnosis: Diagnosis, console: Console) -> Result:

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 from orchestrator.actions.probe import probe
 from orchestrator.nodes.fleet import Fleet, connect
+from orchestrator.nodes.passwords import Passwords
 from orchestrator.nodes.ssh_config import unread_config
 from orchestrator.nodes.transport import Transport
 from orchestrator.specs.events import Emit, Notice, Step
@@ -21,9 +22,14 @@ def connected(
     head_only: bool = False,
     needs_all: bool = True,
     greet: Callable[[Transport], None] | None = None,
+    passwords: Passwords | None = None,
 ) -> Iterator[Fleet]:
-    """The inventory's nodes, connected, and dropped at the end; without `needs_all` those that answer, the head at least."""
-    fleet = connect(inventory, inventory.nodes[:1] if head_only else None, needs_all=needs_all, greet=greet)
+    """The inventory's nodes, connected, and dropped at the end; without `needs_all` those that answer, the head at least.
+
+    With `passwords` the person is asked for those of nodes that take no key.
+    """
+    nodes = inventory.nodes[:1] if head_only else None
+    fleet = connect(inventory, nodes, needs_all=needs_all, greet=greet, passwords=passwords)
     try:
         yield fleet
     finally:

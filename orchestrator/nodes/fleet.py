@@ -7,8 +7,9 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 from typing import TypeVar
 
-from orchestrator.errors import ClusterTrainError, FleetError, LockedKeyError, UnreachableError
+from orchestrator.errors import ClusterTrainError, FleetError, LockedKeyError, PasswordNeededError, UnreachableError
 from orchestrator.nodes.local import LocalTransport, is_this_machine
+from orchestrator.nodes.passwords import Passwords
 from orchestrator.nodes.ssh_config import find_route
 from orchestrator.nodes.transport import Transport, failure_of
 from orchestrator.specs.inventory import Inventory, Node
@@ -69,6 +70,7 @@ def connect(
     *,
     needs_all: bool = True,
     greet: Callable[[Transport], None] | None = None,
+    passwords: Passwords | None = None,
 ) -> Fleet:
     """Connect to every node at once; raises FleetError, with all connections closed again, when any cannot be reached.
 
@@ -76,9 +78,10 @@ def connect(
 
     Args:
         greet: called with each node as soon as it is connected, while others still are not.
+        passwords: asks the person for those of nodes that take no key; without it such a node is an error.
     """
     by_name = {node.name: node for node in (inventory.nodes if nodes is None else nodes)}
-    made, failures = _connect_all(inventory, by_name, greet)
+    made, failures = _connect_all(inventory, by_name, greet, passwords)
     if failures and (needs_all or next(iter(by_name)) in failures):
         _close(made)
         raise _all_of(failures)
@@ -93,13 +96,16 @@ def connect_each(inventory: Inventory) -> tuple[dict[str, Transport], dict[str, 
 
 
 def _connect_all(
-    inventory: Inventory, by_name: Mapping[str, Node], greet: Callable[[Transport], None] | None = None
+    inventory: Inventory,
+    by_name: Mapping[str, Node],
+    greet: Callable[[Transport], None] | None = None,
+    passwords: Passwords | None = None,
 ) -> tuple[dict[str, Transport], dict[str, ClusterTrainError]]:
     made: dict[str, Transport] = {}
 
     def connector(node: Node) -> Callable[[], None]:
         def connect_one() -> None:
-            made[node.name] = _transport(inventory, node)
+            made[node.name] = _transport(inventory, node, passwords)
             if greet:
                 greet(made[node.name])
 
@@ -107,7 +113,7 @@ def _connect_all(
 
     failures: dict[str, ClusterTrainError] = {}
     try:
-        _with_passphrases({name: connector(node) for name, node in by_name.items()}, inventory.parallel)
+        _with_answers({name: connector(node) for name, node in by_name.items()}, inventory.parallel, passwords)
     except FleetError as error:
         failures = {name: error.failures[name] for name in by_name if name in error.failures}
     except BaseException:
@@ -121,25 +127,37 @@ def _close(transports: Mapping[str, Transport]) -> None:
         transport.close()
 
 
-def _with_passphrases(connectors: Mapping[str, Callable[[], None]], parallel: int) -> None:
-    """Connect, and again where a private key had to be unlocked first: the person is asked here, once, never in a thread."""
-    try:
-        on_all(connectors, parallel)
-    except FleetError as error:
-        from orchestrator.nodes.ssh_keys import unlock
-
-        failures = dict(error.failures)
-        locked = {name: failure for name, failure in failures.items() if isinstance(failure, LockedKeyError)}
-        opened = [unlock(file) for file in sorted({failure.key_file for failure in locked.values()})]
-        if not any(opened):
-            raise
+def _with_answers(connectors: Mapping[str, Callable[[], None]], parallel: int, passwords: Passwords | None) -> None:
+    """Connect, and again where the person's answer may open the way: asked here, once for all nodes, never in a thread."""
+    failures: dict[str, ClusterTrainError] = {}
+    waiting = dict(connectors)
+    while waiting:
+        failed: dict[str, ClusterTrainError] = {}
         try:
-            _with_passphrases({name: connectors[name] for name in locked}, parallel)
-        except FleetError as again:
-            failures |= again.failures
-            locked = {name: failure for name, failure in locked.items() if name not in again.failures}
-        if left := {name: failure for name, failure in failures.items() if name not in locked}:
-            raise _all_of(left) from None
+            on_all(waiting, parallel)
+        except FleetError as error:
+            failed = error.failures
+        again = _unlocked(failed, or_else=passwords is not None) | _with_password(failed, passwords)
+        failures |= {name: failure for name, failure in failed.items() if name not in again}
+        waiting = {name: connectors[name] for name in connectors if name in again}
+    if failures:
+        raise _all_of(failures)
+
+
+def _unlocked(failures: Mapping[str, ClusterTrainError], *, or_else: bool) -> set[str]:
+    """The nodes whose private key the person opened now; with `or_else` the others too, where a password may do instead."""
+    locked = {name: failure.key_file for name, failure in failures.items() if isinstance(failure, LockedKeyError)}
+    if not locked:
+        return set()
+    from orchestrator.nodes.ssh_keys import unlock
+
+    opened = {file for file in sorted(set(locked.values())) if unlock(file) or or_else}
+    return {name for name, file in locked.items() if file in opened}
+
+
+def _with_password(failures: Mapping[str, ClusterTrainError], passwords: Passwords | None) -> set[str]:
+    wanting = {name: failure for name, failure in failures.items() if isinstance(failure, PasswordNeededError)}
+    return passwords.ask(wanting) if passwords and wanting else set()
 
 
 def _all_of(failures: Mapping[str, ClusterTrainError]) -> FleetError:
@@ -163,7 +181,7 @@ def on_all(actions: Mapping[str, Callable[[], T]], parallel: int) -> dict[str, T
     return {name: future.result() for name, future in futures.items()}
 
 
-def _transport(inventory: Inventory, node: Node) -> Transport:
+def _transport(inventory: Inventory, node: Node, passwords: Passwords | None = None) -> Transport:
     login = inventory.login(node)
     route = find_route(node.name, login, inventory.ssh)
     if route.is_direct and _is_own_user(route.user) and is_this_machine(route.host, route.port):
@@ -171,7 +189,7 @@ def _transport(inventory: Inventory, node: Node) -> Transport:
     # Fabric takes a third of a second to import: a purely local cluster need not pay for it.
     from orchestrator.nodes.ssh import SshTransport
 
-    return SshTransport(node.name, login, inventory.ssh, route)
+    return SshTransport(node.name, login, inventory.ssh, route, passwords)
 
 
 def _is_own_user(user: str) -> bool:

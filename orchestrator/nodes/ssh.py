@@ -28,11 +28,21 @@ from typing import Any
 import fabric
 import paramiko
 
-from orchestrator.errors import AuthenticationError, ClusterTrainError, HostKeyError, LockedKeyError, NodeError, UnreachableError
+from orchestrator.errors import (
+    AuthenticationError,
+    ClusterTrainError,
+    HostKeyError,
+    LockedKeyError,
+    NodeError,
+    PasswordNeededError,
+    UnreachableError,
+)
 from orchestrator.nodes import ssh_keys
 from orchestrator.nodes.dialling import Dropped, ProxyCommand, SaysNothing, await_greeting, dial
 from orchestrator.nodes.known_hosts import KnownHosts
+from orchestrator.nodes.passwords import Passwords
 from orchestrator.nodes.ssh_config import Route, find_route
+from orchestrator.nodes.ssh_passwords import PasswordLogin, WrongPassword
 from orchestrator.nodes.transport import CHUNK_BYTES
 from orchestrator.specs.inventory import Login, SshOptions
 
@@ -63,18 +73,23 @@ class SshTransport:
 
     Args:
         route: the way there, where it has been found already.
+        passwords: where the node's own is, if there is one; without it only keys are tried.
     """
 
     is_local = False
 
-    def __init__(self, node: str, login: Login, options: SshOptions, route: Route | None = None) -> None:
+    def __init__(
+        self, node: str, login: Login, options: SshOptions, route: Route | None = None, passwords: Passwords | None = None
+    ) -> None:
         self.node = node
         route = route or find_route(node, login, options)
         self._hops: list[_Hop] = []
         try:
-            for step in (*route.jumps, route):
-                before = self._hops[-1].transport if self._hops else None
-                self._hops.append(_connect(node, step, before, options))
+            before: paramiko.Transport | None = None
+            for jump in route.jumps:
+                self._hops.append(_connect_to_jump_host(node, jump, before, options))
+                before = self._transport
+            self._hops.append(_connect(node, route, before, options, passwords))
         except BaseException:
             self.close()
             raise
@@ -174,10 +189,13 @@ class _Encrypted(paramiko.Transport):
     )
 
 
+AnyLogin = ssh_keys.KeyLogin | PasswordLogin
+
+
 class _Hop:
     """One server that we are logged in to."""
 
-    def __init__(self, connection: fabric.Connection, login: ssh_keys.KeyLogin, proxy: ProxyCommand | None) -> None:
+    def __init__(self, connection: fabric.Connection, login: AnyLogin, proxy: ProxyCommand | None) -> None:
         self.login = login
         self.transport: paramiko.Transport = connection.client.get_transport()  # which a closed client forgets
         self._connection = connection
@@ -206,14 +224,27 @@ class _HostKeyCheck(paramiko.MissingHostKeyPolicy):
             raise _distrust(self._node, self._route, key, verdict, known.keys_of(name))
 
 
-def _connect(node: str, route: Route, before: paramiko.Transport | None, options: SshOptions) -> _Hop:
+def _connect_to_jump_host(node: str, jump: Route, before: paramiko.Transport | None, options: SshOptions) -> _Hop:
+    try:
+        return _connect(node, jump, before, options, None)
+    except PasswordNeededError as error:
+        raise AuthenticationError(
+            error.message,
+            node=node,
+            advice=f"a jump host must take a key of yours: ssh-copy-id -p {jump.port} {jump.user}@{jump.host}",
+        ) from None
+
+
+def _connect(
+    node: str, route: Route, before: paramiko.Transport | None, options: SshOptions, passwords: Passwords | None
+) -> _Hop:
     """Log in to one server, coming again where it drops us for its MaxStartups: after growing pauses of random length."""
     give_up = time.monotonic() + COME_AGAIN_FOR_S
     pause_s = 0.2
     while True:
         try:
             with _starting[route.host, route.port]:
-                return _log_in(node, route, before, options)
+                return _log_in(node, route, before, options, _login(node, route, passwords))
         except Dropped as error:
             if time.monotonic() + pause_s > give_up:
                 raise _unreachable(
@@ -223,9 +254,13 @@ def _connect(node: str, route: Route, before: paramiko.Transport | None, options
         pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
 
-def _log_in(node: str, route: Route, before: paramiko.Transport | None, options: SshOptions) -> _Hop:
+def _login(node: str, route: Route, passwords: Passwords | None) -> AnyLogin:
+    password = passwords.of(node) if passwords else None
+    return PasswordLogin(route.user, password) if password else ssh_keys.KeyLogin(route, asks_first=passwords is not None)
+
+
+def _log_in(node: str, route: Route, before: paramiko.Transport | None, options: SshOptions, login: AnyLogin) -> _Hop:
     limit_s = options.connect_timeout
-    login = ssh_keys.KeyLogin(route)
     proxy: ProxyCommand | None = None
     connection: fabric.Connection | None = None
     sock: Any = None
@@ -252,7 +287,7 @@ def _log_in(node: str, route: Route, before: paramiko.Transport | None, options:
         raise _failure(node, route, error, said) from None
 
 
-def _connection(node: str, route: Route, options: SshOptions, sock: object, login: ssh_keys.KeyLogin) -> fabric.Connection:
+def _connection(node: str, route: Route, options: SshOptions, sock: object, login: AnyLogin) -> fabric.Connection:
     limit_s = options.connect_timeout
     arguments: dict[str, Any] = {
         "sock": sock,
@@ -314,6 +349,8 @@ def _failure(node: str, route: Route, error: Exception, said: str) -> NodeError:
             key_file=error.file,
             advice=f"ssh-add {error.file}   or run this in a terminal, where it is asked for",
         )
+    if isinstance(error, WrongPassword) or (isinstance(error, ssh_keys.Refused) and error.takes_password):
+        return _password_needed(node, route, error)
     if isinstance(error, paramiko.AuthenticationException):
         return AuthenticationError(
             f"{node}: {where} refused the login as {route.user}: {_reason(error)}",
@@ -328,6 +365,22 @@ def _failure(node: str, route: Route, error: Exception, said: str) -> NodeError:
         return _unreachable(node, route, f"{_reason(error)} (its ProxyCommand says: {said})", "see ProxyCommand in ~/.ssh/config")
     advice = "is the machine up, the address and port right, sshd running, and no firewall between?"
     return _unreachable(node, route, _reason(error), advice)
+
+
+def _password_needed(node: str, route: Route, error: Exception) -> PasswordNeededError:
+    where = f"{route.host}:{route.port}"
+    if isinstance(error, WrongPassword):
+        what = f"{where} did not take the password of {route.user}"
+    else:
+        what = f"{where} refused the login as {route.user}: {_reason(error)}; it would take a password"
+    return PasswordNeededError(
+        f"{node}: {what}",
+        node=node,
+        user=route.user,
+        address=route.host,
+        advice="in a terminal `cluster-train init` asks for the password and puts your key there; by hand: "
+        f"ssh-copy-id -p {route.port} {route.user}@{route.host}",
+    )
 
 
 def _unreachable(node: str, route: Route, why: str, advice: str) -> UnreachableError:

@@ -6,7 +6,6 @@ kept in this process's memory, for all nodes, and nowhere else.
 
 from __future__ import annotations
 
-import getpass
 import os
 import threading
 from collections.abc import Iterator
@@ -16,6 +15,8 @@ from pathlib import Path
 import paramiko
 
 from orchestrator.nodes.ssh_config import Route
+from orchestrator.nodes.ssh_passwords import PASSWORD_METHODS, login_methods
+from orchestrator.nodes.terminal import ask_hidden
 
 PASSPHRASE_ATTEMPTS = 3
 _CLASSES: tuple[type[paramiko.PKey], ...] = (paramiko.Ed25519Key, paramiko.ECDSAKey, paramiko.RSAKey)
@@ -33,18 +34,24 @@ class LockedKey(paramiko.AuthenticationException):
 
 
 class Refused(paramiko.AuthenticationException):
-    """The server took none of the keys."""
+    """The server took none of the keys; `takes_password` tells whether it would take a password."""
+
+    takes_password = False
 
 
 class KeyLogin:
     """Logs in to one server; `key_file` is then the file that did it, None where it was the agent or needs a passphrase.
 
     It is what paramiko calls an AuthStrategy.
+
+    Args:
+        asks_first: whether the server is asked what it takes before it is shown keys: it may close the connection after some.
     """
 
-    def __init__(self, route: Route) -> None:
+    def __init__(self, route: Route, *, asks_first: bool = False) -> None:
         self.key_file: str | None = None
         self._route = route
+        self._asks_first = asks_first
         self._agent: paramiko.Agent | None = None
         self._tried: list[str] = []
         self._locked: list[str] = []
@@ -52,8 +59,14 @@ class KeyLogin:
     def authenticate(self, transport: paramiko.Transport) -> list[str]:
         """Raises LockedKey or Refused when no key is accepted, FileNotFoundError when the key that was named is not there."""
         self._agent = _agent() if self._route.uses_agent else None
+        methods = login_methods(transport, self._route.user) if self._asks_first else frozenset()
         try:
             return self._try_all(transport)
+        except Refused as refused:
+            if not methods and transport.is_active():
+                methods = login_methods(transport, self._route.user)
+            refused.takes_password = bool(methods & PASSWORD_METHODS)
+            raise
         finally:
             if self._agent:
                 self._agent.close()
@@ -114,13 +127,31 @@ class KeyLogin:
         return f"it closed the connection after {len(self._tried)} keys ({shown}): name the right one with `ssh.key`"
 
 
+def public_key(route: Route) -> tuple[str, str] | None:
+    """The first key that would be tried at a login and whose public half can be read: where it is from, and `TYPE BASE64`."""
+    for file in route.key_files:
+        with suppress(OSError, paramiko.SSHException):
+            if written := _public_line(file):
+                return f"{file}.pub", written
+            if key := _opened.get(file) or _read(file):
+                return file, f"{key.get_name()} {key.get_base64()}"
+    agent = _agent() if route.uses_agent else None
+    try:
+        for key in agent.get_keys() if agent and not route.only_key_files else ():
+            return "the agent's", f"{key.get_name()} {key.get_base64()}"
+    finally:
+        if agent:
+            agent.close()
+    return None
+
+
 def unlock(file: str) -> bool:
     """Ask for a key's passphrase on the terminal; False where there is none, or the person does not know it."""
     with _lock:
         if file in _opened:
             return True
-        for _ in range(PASSPHRASE_ATTEMPTS if _has_terminal() else 0):
-            passphrase = getpass.getpass(f"passphrase of {file}: ")
+        for _ in range(PASSPHRASE_ATTEMPTS):
+            passphrase = ask_hidden(f"passphrase of {file}: ")
             if not passphrase:
                 break
             with suppress(ValueError, paramiko.SSHException):
@@ -129,14 +160,6 @@ def unlock(file: str) -> bool:
                     return True
         _given_up.add(file)
         return False
-
-
-def _has_terminal() -> bool:
-    try:
-        os.close(os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY))
-    except OSError:
-        return False
-    return True
 
 
 def _read(file: str, passphrase: str | None = None) -> paramiko.PKey | None:
@@ -156,10 +179,16 @@ def _read(file: str, passphrase: str | None = None) -> paramiko.PKey | None:
 
 
 def _public_half(file: str) -> str:
+    return _public_line(file).partition(" ")[2]
+
+
+def _public_line(file: str) -> str:
+    """The public half of a private key as `TYPE BASE64`, from the file beside it; empty where there is none."""
     try:
-        return Path(f"{file}.pub").read_text(errors="replace").split()[1]
-    except (OSError, IndexError):
+        kind, content = Path(f"{file}.pub").read_text(errors="replace").split()[:2]
+    except (OSError, ValueError):
         return ""
+    return f"{kind} {content}"
 
 
 def _agent() -> paramiko.Agent | None:

@@ -174,7 +174,11 @@ def _remains(node: NodeFacts, health: NodeHealth) -> Iterator[Finding]:
         yield warning(node, "a run is alive here", shown, f"let it end, or: cluster-train stop --run {run_id}")
     for key in health.keys:
         shown = f"{key.comment}, from {key.origin or 'anywhere'}"
-        if key.is_restricted and key.origin:
+        if key.is_persons:
+            yield note(
+                node, "a person's key may log in", f"{key.comment}, put there by `init`", "`cluster-train teardown` removes it"
+            )
+        elif key.is_restricted and key.origin:
             yield note(node, "a cluster key may log in", shown, "`cluster-train teardown` removes it")
         else:
             yield warning(node, "a cluster key is not restricted", shown, "remove its line from ~/.ssh/authorized_keys there")

@@ -23,13 +23,21 @@ class PlaceHealth:
     is_remote: bool
 
 
+PERSONS = ":login"  # ends the comment of a person's own key, that of a cluster's key ends with the head's address
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterKey:
-    """A key of cluster-train that may log in to a node; `origin` is the only address it is accepted from."""
+    """A key that cluster-train put into a node's authorized_keys; `origin` is the only address it is accepted from."""
 
     comment: str
     is_restricted: bool
     origin: str
+
+    @property
+    def is_persons(self) -> bool:
+        """Whether it is a person's own, which `init` put there, and not a cluster's."""
+        return self.comment.endswith(PERSONS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,6 +7,7 @@ list all that lives "on" a node, and stopping the node ends all of it and nothin
 
 from __future__ import annotations
 
+import json
 import os
 import pwd
 import shutil
@@ -25,20 +26,20 @@ LIMIT_S = 10.0
 POLL_S = 0.01
 
 # PR_SET_CHILD_SUBREAPER (36) outlives exec: orphans become children of this server, not of process 1; sshd reaps them.
-# With a disk of its own, the server sees another directory at that place: unshare(CLONE_NEWNS), then "/" made private for
-# all below (MS_REC | MS_PRIVATE), then a bind mount (MS_BIND).
+# With files of its own, the server sees other ones at those places: unshare(CLONE_NEWNS), then "/" made private for all below
+# (MS_REC | MS_PRIVATE), then a bind mount (MS_BIND) for each.
 _BECOME_SSHD = """
-import ctypes, os, sys
+import ctypes, json, os, sys
 libc = ctypes.CDLL(None, use_errno=True)
 libc.prctl(36, 1, 0, 0, 0)
-source, target = map(os.fsencode, sys.argv[1:3])
-if target and (
+mounts = json.loads(sys.argv[1])
+if mounts and (
     libc.unshare(0x20000)
     or libc.mount(b"none", b"/", None, ctypes.c_ulong(0x44000), None)
-    or libc.mount(source, target, None, ctypes.c_ulong(0x1000), None)
+    or any(libc.mount(os.fsencode(own), os.fsencode(place), None, ctypes.c_ulong(0x1000), None) for place, own in mounts.items())
 ):
     sys.exit("cannot mount: " + os.strerror(ctypes.get_errno()))
-os.execv(sys.argv[3], sys.argv[3:])
+os.execv(sys.argv[2], sys.argv[2:])
 """
 
 # SetEnv gives the node its own HOME (and its own locks, as a machine of its own has), but sshd changes to the directory in
@@ -105,16 +106,23 @@ class SshdNodes:
         self._directory = directory
         self._groups = 0
         self._servers: list[subprocess.Popen[bytes]] = []
-        self._how: dict[tuple[str, int], tuple[Path, int, int, tuple[str, str], Path | None, Mapping[str, str]]] = {}
+        self._how: dict[tuple[str, int], tuple[Path, int, int, tuple[str, str], Path | None, str, Mapping[str, str]]] = {}
 
     def __call__(
-        self, count: int, *, disk: Path | None = None, machines: Mapping[str, str] | None = None, **config: str
+        self,
+        count: int,
+        *,
+        disk: Path | None = None,
+        machines: Mapping[str, str] | None = None,
+        password: str = "",
+        **config: str,
     ) -> list[SshdNode]:
         """Start `count` servers on one free port; `config` replaces settings of ours, as in MaxStartups="3".
 
         Args:
             disk: a directory in whose place each node sees one of its own, as different machines do. See `can_mount`.
             machines: address -> network namespace that has it, for as many nodes, instead of addresses on loopback.
+            password: of the user on these nodes, who are at home there by their own passwd file too. See `can_mount`.
         """
         group = self._directory / f"group{self._groups}"
         self._groups += 1
@@ -124,7 +132,7 @@ class SshdNodes:
         places = list((machines or {f"127.0.0.{index + 2}": "" for index in range(count)}).items())
         for _ in range(5):
             try:
-                return self._start(group, _free_port(), places, disk, config)
+                return self._start(group, _free_port(), places, disk, password, config)
             except _PortTaken:
                 continue  # by somebody else, between our asking and sshd's binding
         raise RuntimeError("five times another process took the port that was free just before")
@@ -146,11 +154,17 @@ class SshdNodes:
         return made
 
     def _start(
-        self, group: Path, port: int, places: list[tuple[str, str]], disk: Path | None, config: Mapping[str, str]
+        self,
+        group: Path,
+        port: int,
+        places: list[tuple[str, str]],
+        disk: Path | None,
+        password: str,
+        config: Mapping[str, str],
     ) -> list[SshdNode]:
         before = len(self._servers)
         try:
-            nodes = [self._start_one(group, port, index, place, disk, config) for index, place in enumerate(places)]
+            nodes = [self._start_one(group, port, index, place, disk, password, config) for index, place in enumerate(places)]
             for server, node in zip(self._servers[before:], nodes, strict=True):
                 _wait_until_listening(server, node.log)
         except BaseException:
@@ -162,10 +176,17 @@ class SshdNodes:
         return nodes
 
     def _start_one(
-        self, group: Path, port: int, index: int, place: tuple[str, str], disk: Path | None, config: Mapping[str, str]
+        self,
+        group: Path,
+        port: int,
+        index: int,
+        place: tuple[str, str],
+        disk: Path | None,
+        password: str,
+        config: Mapping[str, str],
     ) -> SshdNode:
         (host, namespace), home, log = place, _make_home(group, index), group / f"sshd{index}.log"
-        self._how[host, port] = (group, port, index, place, disk, config)
+        self._how[host, port] = (group, port, index, place, disk, password, config)
         settings = {**_settings(host, port, home, group / f"host_key{index}"), **config}
         settings_file = group / f"sshd_config{index}"
         settings_file.write_text("".join(f"{name} {value}\n" for name, value in settings.items()))
@@ -173,7 +194,8 @@ class SshdNodes:
         sshd = (str(SSHD), "-D", "-f", str(settings_file), "-E", str(log))
         own_disk = group / f"disk{index}"
         own_disk.mkdir(exist_ok=True)
-        become = (sys.executable, "-c", _BECOME_SSHD, str(own_disk), str(disk or ""))
+        mounts = {**({str(disk): str(own_disk)} if disk else {}), **(_accounts(group, home, password) if password else {})}
+        become = (sys.executable, "-c", _BECOME_SSHD, json.dumps(mounts))
         inside = ("ip", "netns", "exec", namespace) if namespace else ()
         server = subprocess.Popen((*inside, *become, *sshd), stdin=subprocess.DEVNULL, cwd="/", start_new_session=True)
         self._servers.append(server)
@@ -240,6 +262,26 @@ def _make_home(group: Path, index: int) -> Path:
     (home / ".ssh").mkdir(mode=0o700, parents=True, exist_ok=True)
     shutil.copyfile(group / "user_key.pub", home / ".ssh" / "authorized_keys")
     return home
+
+
+def _accounts(group: Path, home: Path, password: str) -> dict[str, str]:
+    """Files of a node where the user is at home here and has this password, each by its place; PAM asks shadow alone."""
+    name = pwd.getpwuid(os.getuid()).pw_name
+    hashed = subprocess.run(
+        ("openssl", "passwd", "-6", "-stdin"), input=password + "\n", capture_output=True, text=True, check=True
+    ).stdout.strip()
+    fields = [line.split(":") for line in Path("/etc/passwd").read_text().splitlines()]
+    texts = {
+        "passwd": "".join(":".join([*one[:5], str(home), *one[6:]] if one[0] == name else one) + "\n" for one in fields),
+        "shadow": f"{name}:{hashed}:20000:0:99999:7:::\n",
+        "pam.d/sshd": "".join(f"{kind} required pam_unix.so\n" for kind in ("auth", "account", "session")),
+    }
+    made = {}
+    for place, text in texts.items():
+        path = group / f"{home.name}-{Path(place).name}"
+        path.write_text(text)
+        made[f"/etc/{place}"] = str(path)
+    return made
 
 
 def _settings(host: str, port: int, home: Path, host_key: Path) -> dict[str, str]:

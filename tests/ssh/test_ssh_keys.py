@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import os
-import pty
-import re
-import select
 import subprocess
 import sys
 import time
@@ -16,6 +13,7 @@ import pytest
 import yaml
 from logins import make_key_of, options, reach
 from sshd import SshdNode, SshdNodes
+from terminal import at_terminal
 
 from orchestrator.errors import AuthenticationError, LockedKeyError, NodeError
 from orchestrator.nodes.fleet import Fleet
@@ -23,7 +21,6 @@ from orchestrator.nodes.local import LocalTransport
 from orchestrator.nodes.ssh import SshTransport
 from orchestrator.specs.inventory import Login
 
-LIMIT_S = 120.0
 PASSPHRASE = "open se'same $HOME"
 
 
@@ -159,30 +156,11 @@ def on_a_terminal(nodes: list[SshdNode], key: Path, tmp_path: Path, answers: lis
     }
     (tmp_path / "lab.yml").write_text(yaml.safe_dump(content))
     code = (
-        "import fcntl, termios; fcntl.ioctl(1, termios.TIOCSCTTY, 0)  # stdout becomes the terminal of this session\n"
         "from orchestrator.actions.inventory_file import load_inventory\n"
         "from orchestrator.nodes.fleet import connect\n"
         f"fleet = connect(load_inventory({str(tmp_path / 'lab.yml')!r}))\n"
         "print('connected', len(fleet.transports)); fleet.close()\n"
     )
     plain = {name: value for name, value in os.environ.items() if name != "SSH_AUTH_SOCK"}
-    terminal, its = pty.openpty()
-    process = subprocess.Popen(
-        [sys.executable, "-c", code], env=plain, stdin=subprocess.DEVNULL, stdout=its, stderr=its, start_new_session=True
-    )
-    os.close(its)
-    shown, asked, deadline = "", 0, time.monotonic() + LIMIT_S
-    while True:
-        assert time.monotonic() < deadline, shown
-        if not select.select([terminal], [], [], 1)[0]:
-            continue
-        try:
-            shown += os.read(terminal, 4096).decode(errors="replace")
-        except OSError:  # it has ended
-            break
-        if len(re.findall(r"passphrase of [^:]+: ", shown)) > asked:
-            os.write(terminal, answers[asked].encode() + b"\n")
-            asked += 1
-    process.wait(LIMIT_S)
-    os.close(terminal)
-    return shown
+    asked = [(f"passphrase of {key}: ", answer) for answer in answers]
+    return at_terminal([sys.executable, "-c", code], asked, env=plain, stdin_is_terminal=False)[1]

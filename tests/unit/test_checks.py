@@ -78,6 +78,11 @@ def test_a_sound_node_has_no_findings() -> None:
             "a cluster key is not restricted",
             "warning",
         ),
+        (
+            {"keys": (ClusterKey(comment="cluster-train:x:login", is_restricted=False, origin=""),)},
+            "a person's key may log in",
+            "note",
+        ),
         ({"noise": "hello"}, "shell start-up is noisy", "warning"),
     ],
 )
