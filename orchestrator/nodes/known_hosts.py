@@ -1,7 +1,7 @@
 """known_hosts files as OpenSSH reads and writes them: hashed names, `[host]:port`, patterns, several keys per host, markers.
 
-The format is that of sshd(8), SSH_KNOWN_HOSTS FILE FORMAT. Host certificates are not supported: a `@cert-authority` line makes
-no key known, and a host that has such a line is not taken for a new one either.
+The format is that of sshd(8), SSH_KNOWN_HOSTS FILE FORMAT. A `@cert-authority` line makes the keys known that its authority
+certifies for the host, and no other; a host that has such a line is not taken for a new one.
 """
 
 from __future__ import annotations
@@ -16,9 +16,11 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import lru_cache
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-Verdict = Literal["known", "unknown", "changed", "revoked", "certified"]
+from orchestrator.nodes.certificates import authority_of, host_fault
+
+Verdict = Literal["known", "unknown", "changed", "revoked", "uncertified"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,24 +51,32 @@ class KnownHosts:
         """The keys that are known for a host, as `TYPE BASE64`."""
         return [line.key for line in self._lines(name) if not line.marker]
 
-    def judge(self, name: str, key: str) -> Verdict:
-        """What is to be thought of `key` (`TYPE BASE64`) at the host `name`.
+    def authorities_of(self, name: str) -> list[str]:
+        """The keys of those whose certificates count for a host, at this port or at the usual one."""
+        lines = [line for place in _places(name) for line in self._lines(place)]
+        return list(dict.fromkeys(line.key for line in lines if line.marker == "@cert-authority"))
 
-        `certified`: only a certificate authority is known for the host, whose certificates cannot be checked here.
+    def judge(self, name: str, key: str, certificate: str = "") -> Verdict:
+        """What is to be thought of `key` (`TYPE BASE64`) at the host `name`, which shows this certificate of it.
+
+        `uncertified`: only certificate authorities are known for the host, and none of them vouches for the key.
         """
-        lines = self._lines(name)
-        if any(line.marker == "@revoked" and line.key == key for line in lines):
+        authority = authority_of(certificate) if certificate else None
+        revoked = {line.key for place in _places(name) for line in self._lines(place) if line.marker == "@revoked"}
+        if revoked & {key, authority}:
             return "revoked"
+        if authority in self.authorities_of(name) and host_fault(certificate, host_of(name)) is None:
+            return "known"
+        lines = self._lines(name)
         plain = [line.key for line in lines if not line.marker]
         if key in plain:
             return "known"
         if plain:
             return "changed"
         if any(line.marker for line in lines if line.marker != "@revoked"):
-            return "certified"
+            return "uncertified"
         # As OpenSSH does: a key that is known for the host at its usual port is the same machine's at another one.
-        host, bracket, _ = name.removeprefix("[").partition("]:")
-        return "known" if bracket and self.judge(host, key) == "known" else "unknown"
+        return "known" if any(self.judge(place, key) == "known" for place in _places(name)[1:]) else "unknown"
 
     def accept(self, name: str, key: str, *, hashed: bool) -> Verdict:
         """Store a key that is not known yet; what others stored meanwhile counts. Safe among threads and processes.
@@ -89,15 +99,32 @@ class KnownHosts:
             return verdict
 
     def _lines(self, name: str) -> list[KnownKey]:
-        return [line for file in self._files for line in _read(file) if line.is_for(name)]
+        return [line for file in self._files for line in _about(file, name)]
 
 
-def _read(file: Path) -> tuple[KnownKey, ...]:
+def host_of(name: str) -> str:
+    """The host alone of `host` or `[host]:port`."""
+    return _places(name)[-1]
+
+
+def _places(name: str) -> list[str]:
+    """Under which names a key may be known: that of its port, then that of the usual port."""
+    host, bracket, _ = name.removeprefix("[").partition("]:")
+    return [name, host] if bracket else [name]
+
+
+def _about(file: Path, name: str) -> tuple[KnownKey, ...]:
     try:
         seen = file.stat()
     except OSError:
         return ()
-    return _read_version(file, seen.st_ino, seen.st_mtime_ns, seen.st_size)
+    return _about_in_version(name, file, seen.st_ino, seen.st_mtime_ns, seen.st_size)
+
+
+@lru_cache(maxsize=4096)
+def _about_in_version(name: str, *version: Any) -> tuple[KnownKey, ...]:
+    """Found once for each node: a hashed line costs an HMAC."""
+    return tuple(line for line in _read_version(*version) if line.is_for(name))
 
 
 @lru_cache(maxsize=64)

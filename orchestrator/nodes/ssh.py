@@ -38,8 +38,10 @@ from orchestrator.errors import (
     UnreachableError,
 )
 from orchestrator.nodes import ssh_keys
+from orchestrator.nodes.certificates import SUFFIX, authority_of, host_fault
 from orchestrator.nodes.dialling import Dropped, ProxyCommand, SaysNothing, await_greeting, dial
-from orchestrator.nodes.known_hosts import KnownHosts
+from orchestrator.nodes.key_files import certificate_of, written
+from orchestrator.nodes.known_hosts import KnownHosts, host_of
 from orchestrator.nodes.passwords import Passwords
 from orchestrator.nodes.ssh_config import Route, find_route
 from orchestrator.nodes.ssh_passwords import PasswordLogin, WrongPassword
@@ -97,7 +99,7 @@ class SshTransport:
         transport.set_keepalive(KEEPALIVE_S)
         transport.default_window_size = WINDOW_BYTES
         self.key_file = self._hops[-1].login.key_file
-        self.host_key: str | None = _written(transport.get_remote_server_key())
+        self.host_key: str | None = written(transport.get_remote_server_key())
 
     @property
     def _transport(self) -> paramiko.Transport:
@@ -177,8 +179,14 @@ class SshChannel:
         self._channel.close()
 
 
-class _Encrypted(paramiko.Transport):
-    """Paramiko's transport with AES-GCM tried first: half the processor time of AES-CTR and HMAC, which it prefers; no CBC."""
+class _Transport(paramiko.Transport):
+    """Paramiko's transport with AES-GCM tried first: half the processor time of AES-CTR and HMAC, which it prefers; no CBC.
+
+    Of a server's host keys it asks for one that can be judged: a certificate where an authority is known, a kind that is known.
+    """
+
+    known_kinds: frozenset[str] = frozenset()
+    wants_certificate = False
 
     _preferred_ciphers = (
         "aes128-gcm@openssh.com",
@@ -187,6 +195,13 @@ class _Encrypted(paramiko.Transport):
         "aes192-ctr",
         "aes256-ctr",
     )
+
+    @property
+    def preferred_keys(self) -> tuple[str, ...]:
+        kinds = super().preferred_keys  # type: ignore[misc]
+        certificates = tuple(kind for kind in kinds if kind.endswith(SUFFIX)) if self.wants_certificate else ()
+        plain = [kind for kind in kinds if not kind.endswith(SUFFIX)]
+        return (*certificates, *sorted(plain, key=lambda kind: kind not in self.known_kinds))
 
 
 AnyLogin = ssh_keys.KeyLogin | PasswordLogin
@@ -216,10 +231,12 @@ class _HostKeyCheck(paramiko.MissingHostKeyPolicy):
         self._options = options
 
     def missing_host_key(self, client: paramiko.SSHClient, hostname: str, key: paramiko.PKey) -> None:
-        known, name, written = KnownHosts(self._route.known_hosts), self._route.known_as, _written(key)
-        verdict = known.judge(name, written)
+        known, name, certificate = KnownHosts(self._route.known_hosts), self._route.known_as, certificate_of(key)
+        verdict = known.judge(name, written(key), certificate)
         if verdict == "unknown" and self._options.host_keys == "accept-new":
-            verdict = known.accept(name, written, hashed=self._route.hashes_hosts)
+            verdict = known.accept(name, written(key), hashed=self._route.hashes_hosts)
+        if verdict == "uncertified":
+            raise _uncertified(self._node, self._route, key, certificate, known.authorities_of(name))
         if verdict != "known":
             raise _distrust(self._node, self._route, key, verdict, known.keys_of(name))
 
@@ -296,7 +313,7 @@ def _connection(node: str, route: Route, options: SshOptions, sock: object, logi
         "auth_timeout": limit_s,
         "channel_timeout": CHANNEL_TIMEOUT_S,
         "auth_strategy": login,
-        "transport_factory": partial(_transport, KnownHosts(route.known_hosts).keys_of(route.known_as)),
+        "transport_factory": partial(_transport, KnownHosts(route.known_hosts), route.known_as),
     }
     connection = fabric.Connection(
         route.host, config=_CONFIG, user=route.user, port=route.port, forward_agent=False, connect_kwargs=arguments
@@ -305,12 +322,10 @@ def _connection(node: str, route: Route, options: SshOptions, sock: object, logi
     return connection
 
 
-def _transport(known_keys: Sequence[str], *arguments: Any, **named: Any) -> paramiko.Transport:
-    """A transport that asks for a kind of host key that is known before others: the server may have several."""
-    transport = _Encrypted(*arguments, **named)
-    security = transport.get_security_options()
-    kinds = {kind for key in known_keys for kind in _algorithms(key.split()[0])}
-    security.key_types = sorted(security.key_types, key=lambda kind: kind not in kinds)
+def _transport(known: KnownHosts, name: str, *arguments: Any, **named: Any) -> paramiko.Transport:
+    transport = _Transport(*arguments, **named)
+    transport.known_kinds = frozenset(kind for key in known.keys_of(name) for kind in _algorithms(key.split()[0]))
+    transport.wants_certificate = bool(known.authorities_of(name))
     return transport
 
 
@@ -406,9 +421,8 @@ def _distrust(node: str, route: Route, key: paramiko.PKey, verdict: str, known: 
             advice=f"if the machine was really reinstalled: ssh-keygen -R '{name}' -f {route.known_hosts[0]}, "
             "then accept its new key",
         )
-    ca = ", and known_hosts names only a certificate authority for it, whose certificates are not read here"
     return HostKeyError(
-        f"{node}: the host key of {name} is not known{ca if verdict == 'certified' else ''}: {shown}",
+        f"{node}: the host key of {name} is not known: {shown}",
         node=node,
         advice=(
             "compare it with the machine's own (ssh-keygen -lf /etc/ssh/ssh_host_ed25519_key.pub there), then accept it: "
@@ -418,9 +432,29 @@ def _distrust(node: str, route: Route, key: paramiko.PKey, verdict: str, known: 
     )
 
 
+def _uncertified(node: str, route: Route, key: paramiko.PKey, certificate: str, authorities: Sequence[str]) -> HostKeyError:
+    """known_hosts has a certificate authority for this host, and no key: why the key that it shows is not certified by it."""
+    name, host = route.known_as, host_of(route.known_as)
+    ours = ", ".join(map(_fingerprint, authorities))
+    if not certificate:
+        why = "and it shows no certificate of it"
+    elif (signer := authority_of(certificate)) not in authorities:
+        why = f"and its certificate is of another one ({_fingerprint(signer) if signer else 'unknown'})"
+    else:
+        why = f"whose certificate is not good: {host_fault(certificate, host)}"
+    return HostKeyError(
+        f"{node}: the host key of {name} is not known: {fingerprint(key)}; "
+        f"known_hosts names a certificate authority for it ({ours}), {why}",
+        node=node,
+        advice=f"with the authority's key: ssh-keygen -s CA_KEY -I {host} -h -n {host} -V +52w HOST_KEY.pub, then name it in"
+        " HostCertificate in its sshd_config; or, once you have compared its key, accept that: "
+        f"ssh-keyscan -p {route.port} {route.host} >> ~/.ssh/known_hosts",
+    )
+
+
 def fingerprint(key: paramiko.PKey) -> str:
     """A host key's SHA-256 fingerprint, as `ssh-keygen -l` prints it."""
-    return _fingerprint(_written(key))
+    return _fingerprint(written(key))
 
 
 def _fingerprint(key: str) -> str:
@@ -429,10 +463,6 @@ def _fingerprint(key: str) -> str:
         digest = base64.b64encode(hashlib.sha256(base64.b64decode(content)).digest()).decode().rstrip("=")
         return f"{kind} SHA256:{digest}"
     return f"{kind} (damaged)"
-
-
-def _written(key: paramiko.PKey) -> str:
-    return f"{key.get_name()} {key.get_base64()}"
 
 
 def _reason(error: Exception) -> str:

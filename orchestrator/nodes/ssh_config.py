@@ -40,6 +40,7 @@ _HONOURED = frozenset(
         "identityfile",
         "identitiesonly",
         "identityagent",
+        "certificatefile",
         "proxyjump",
         "proxycommand",
         "hostkeyalias",
@@ -63,7 +64,8 @@ class Route:
         hashes_hosts: whether a new known_hosts file is written with hashed names.
         key_files: private keys to try, in order.
         key_is_named: whether the first of them was asked for by name, and so must be there.
-        uses_agent: whether the agent's keys are tried.
+        certificate_files: certificates of those keys, besides those that lie beside them.
+        agent: the socket of the agent whose keys are tried; None for none.
         only_key_files: of the agent's keys only those that are among `key_files`.
         proxy_command: what carries the connection instead of TCP.
         jumps: servers to go through, the nearest first; they have none themselves.
@@ -77,7 +79,8 @@ class Route:
     hashes_hosts: bool
     key_files: tuple[str, ...]
     key_is_named: bool
-    uses_agent: bool
+    certificate_files: tuple[str, ...]
+    agent: str | None
     only_key_files: bool
     proxy_command: str | None
     jumps: tuple[Route, ...]
@@ -114,8 +117,8 @@ def _route(node: str, login: Login, options: SshOptions, behind: tuple[str, ...]
     host = _first(settings, "hostname", login.host)
     port = login.port or int(_first(settings, "port", "22"))
     user = login.user or _first(settings, "user", "") or getpass.getuser()
-    tokens = _tokens(host, login.host, port, user)
     alias = _first(settings, "hostkeyalias", "")
+    tokens = _tokens(host, login.host, alias, port, user)
     command = _first(settings, "proxycommand", "none")
     chain = login.via or _first(settings, "proxyjump", "none")
     jumps = () if chain == "none" else _chain(node, chain, login, options, (*behind, login.host))
@@ -130,7 +133,8 @@ def _route(node: str, login: Login, options: SshOptions, behind: tuple[str, ...]
         hashes_hosts=_first(settings, "hashknownhosts", "no") == "yes",
         key_files=tuple(dict.fromkeys([*named, *files])),
         key_is_named=login.key is not None,
-        uses_agent=_first(settings, "identityagent", "") != "none",
+        certificate_files=_paths(settings.get("certificatefile", ()), tokens),
+        agent=_agent(settings, tokens),
         only_key_files=_first(settings, "identitiesonly", "no") == "yes",
         proxy_command=None if command == "none" or jumps else _filled(command, tokens),
         jumps=jumps,
@@ -258,7 +262,23 @@ def _first(settings: Settings, keyword: str, default: str) -> str:
 
 
 def _paths(texts: Sequence[str], tokens: Mapping[str, str]) -> tuple[str, ...]:
-    return tuple(_at_home(_filled(text.strip('"'), tokens)) for text in texts if text.lower() != "none")
+    return tuple(_path(text, tokens) for text in texts if text.lower() != "none")
+
+
+def _path(text: str, tokens: Mapping[str, str]) -> str:
+    """A path with its tokens and `${NAME}`; a name that is not set stays, as a path that is not there."""
+    expanded = re.sub(r"\$\{(\w+)\}", lambda match: os.environ.get(match[1], match[0]), text.strip('"'))
+    return _at_home(_filled(expanded, tokens))
+
+
+def _agent(settings: Settings, tokens: Mapping[str, str]) -> str | None:
+    """See IdentityAgent in ssh_config(5): a path, `$NAME` for an environment variable that holds it, SSH_AUTH_SOCK, or none."""
+    said = _first(settings, "identityagent", "SSH_AUTH_SOCK")
+    if said.lower() == "none":
+        return None
+    if said == "SSH_AUTH_SOCK" or (said.startswith("$") and not said.startswith("${")):
+        return os.environ.get(said.removeprefix("$")) or None
+    return _path(said, tokens)
 
 
 def _at_home(path: str) -> str:
@@ -275,11 +295,11 @@ def _account_home() -> str:
         return str(Path.home())
 
 
-def _tokens(host: str, typed: str, port: int, user: str) -> dict[str, str]:
+def _tokens(host: str, typed: str, alias: str, port: int, user: str) -> dict[str, str]:
     """What %h, %p, … stand for: see TOKENS in ssh_config(5)."""
     name = socket.gethostname()
     here = {"d": str(Path.home()), "u": getpass.getuser(), "i": str(os.getuid()), "l": name, "L": name.partition(".")[0]}
-    return {"%": "%", "h": host, "n": typed, "k": typed, "p": str(port), "r": user, **here}
+    return {"%": "%", "h": host, "n": typed, "k": alias or typed, "p": str(port), "r": user, **here}
 
 
 def _filled(text: str, tokens: Mapping[str, str]) -> str:

@@ -6,20 +6,19 @@ kept in this process's memory, for all nodes, and nowhere else.
 
 from __future__ import annotations
 
-import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from contextlib import suppress
-from pathlib import Path
 
 import paramiko
 
+from orchestrator.nodes.certificates import expiry_of
+from orchestrator.nodes.key_files import Agent, certificate_in, certified, is_certified, public_line, read_key, written
 from orchestrator.nodes.ssh_config import Route
 from orchestrator.nodes.ssh_passwords import PASSWORD_METHODS, login_methods
 from orchestrator.nodes.terminal import ask_hidden
 
 PASSPHRASE_ATTEMPTS = 3
-_CLASSES: tuple[type[paramiko.PKey], ...] = (paramiko.Ed25519Key, paramiko.ECDSAKey, paramiko.RSAKey)
 _opened: dict[str, paramiko.PKey] = {}
 _given_up: set[str] = set()
 _lock = threading.Lock()
@@ -52,28 +51,26 @@ class KeyLogin:
         self.key_file: str | None = None
         self._route = route
         self._asks_first = asks_first
-        self._agent: paramiko.Agent | None = None
         self._tried: list[str] = []
         self._locked: list[str] = []
 
     def authenticate(self, transport: paramiko.Transport) -> list[str]:
         """Raises LockedKey or Refused when no key is accepted, FileNotFoundError when the key that was named is not there."""
-        self._agent = _agent() if self._route.uses_agent else None
+        agent = Agent(self._route.agent)
         methods = login_methods(transport, self._route.user) if self._asks_first else frozenset()
         try:
-            return self._try_all(transport)
+            return self._try_all(transport, agent)
         except Refused as refused:
             if not methods and transport.is_active():
                 methods = login_methods(transport, self._route.user)
             refused.takes_password = bool(methods & PASSWORD_METHODS)
             raise
         finally:
-            if self._agent:
-                self._agent.close()
+            agent.close()
 
-    def _try_all(self, transport: paramiko.Transport) -> list[str]:
-        for key, file in self._keys():
-            self._tried.append(file or f"the agent's {key.get_name()} key")
+    def _try_all(self, transport: paramiko.Transport, agent: Agent) -> list[str]:
+        for key, file, name in self._keys(agent):
+            self._tried.append(name)
             try:
                 further = transport.auth_publickey(self._route.user, key)
             except paramiko.AuthenticationException as error:
@@ -96,31 +93,42 @@ class KeyLogin:
         locked = "".join(f"; {file} needs its passphrase (ssh-add {file})" for file in self._locked)
         raise Refused((f"it accepted none of: {', '.join(self._tried)}" if self._tried else "there is no key to offer") + locked)
 
-    def _keys(self) -> Iterator[tuple[paramiko.PKey, str | None]]:
-        """Each key once: the files, by the agent where they need a passphrase, then the agent's others."""
-        agents = {key.get_base64(): key for key in self._agent.get_keys()} if self._agent else {}
+    def _keys(self, agent: Agent) -> Iterator[tuple[paramiko.PKey, str | None, str]]:
+        """Each key, the file where it serves by itself, and what it is called; a key's certificates come before it.
+
+        First the files, by the agent where they need a passphrase, then the agent's others.
+        """
+        agents = agent.listed()
         for file in self._route.key_files:
-            try:
-                key = _opened.get(file) or _read(file)
-            except FileNotFoundError:
-                if key := agents.pop(_public_half(file), None):
-                    yield key, None
-                elif self._route.key_is_named and file == self._route.key_files[0]:
-                    raise
-                continue
-            except paramiko.PasswordRequiredException:
-                if key := agents.pop(_public_half(file), None):
-                    yield key, None
-                else:
-                    self._locked.append(file)
-                continue
-            if key is None:
-                self._tried.append(f"{file} (not a private key that can be read)")
-            else:
-                agents.pop(key.get_base64(), None)
-                yield key, file
+            key, public = self._read(file, {public for public, _ in agents})
+            usable: list[tuple[paramiko.PKey, str | None, str]] = [
+                (one, None, _of_agent(one)) for named, one in agents if named == public and (not key or is_certified(one))
+            ]
+            usable += [(key, file, file)] if key else []
+            for one, its_file, _ in usable[-1:]:  # the plain key comes last
+                for both, certificate in certified(one, file, self._route.certificate_files):
+                    yield both, its_file, f"{certificate}{expiry_of(certificate_in(certificate))}"
+            yield from usable
+            agents = [(named, one) for named, one in agents if named != public]
         if not self._route.only_key_files:
-            yield from ((key, None) for key in agents.values())
+            yield from ((one, None, _of_agent(one)) for _, one in agents)
+
+    def _read(self, file: str, with_agent: Set[str]) -> tuple[paramiko.PKey | None, str]:
+        """A private key and its public half; the latter alone where only the agent can use it."""
+        try:
+            key = _opened.get(file) or read_key(file)
+        except FileNotFoundError:
+            if (public := public_line(file)) not in with_agent and self._route.key_is_named and file == self._route.key_files[0]:
+                raise
+            return None, public
+        except paramiko.PasswordRequiredException:
+            if (public := public_line(file)) not in with_agent:
+                self._locked.append(file)
+            return None, public
+        public = written(key) if key else public_line(file)
+        if key is None and public not in with_agent:
+            self._tried.append(f"{file} (not a private key that can be read)")
+        return key, public
 
     def _too_many(self) -> str:
         shown = ", ".join(self._tried)
@@ -131,18 +139,14 @@ def public_key(route: Route) -> tuple[str, str] | None:
     """The first key that would be tried at a login and whose public half can be read: where it is from, and `TYPE BASE64`."""
     for file in route.key_files:
         with suppress(OSError, paramiko.SSHException):
-            if written := _public_line(file):
-                return f"{file}.pub", written
-            if key := _opened.get(file) or _read(file):
-                return file, f"{key.get_name()} {key.get_base64()}"
-    agent = _agent() if route.uses_agent else None
-    try:
-        for key in agent.get_keys() if agent and not route.only_key_files else ():
-            return "the agent's", f"{key.get_name()} {key.get_base64()}"
-    finally:
-        if agent:
-            agent.close()
-    return None
+            if public := public_line(file):
+                return f"{file.removesuffix('.pub')}.pub", public
+            if key := _opened.get(file) or read_key(file):
+                return file, written(key)
+    agent = Agent(None if route.only_key_files else route.agent)
+    found = [public for public, _ in agent.listed()]
+    agent.close()
+    return ("the agent's", found[0]) if found else None
 
 
 def unlock(file: str) -> bool:
@@ -155,46 +159,12 @@ def unlock(file: str) -> bool:
             if not passphrase:
                 break
             with suppress(ValueError, paramiko.SSHException):
-                if key := _read(file, passphrase):
+                if key := read_key(file, passphrase):
                     _opened[file] = key
                     return True
         _given_up.add(file)
         return False
 
 
-def _read(file: str, passphrase: str | None = None) -> paramiko.PKey | None:
-    """A private key of any kind; None for a file that holds none. Raises PasswordRequiredException, FileNotFoundError."""
-    for kind in _CLASSES:
-        try:
-            key = kind.from_private_key_file(file, passphrase)
-        except paramiko.PasswordRequiredException:
-            raise
-        except (paramiko.SSHException, ValueError, IndexError, UnicodeError):
-            continue  # of another kind
-        with suppress(OSError, ValueError, paramiko.SSHException):
-            if Path(f"{file}-cert.pub").exists():
-                key.load_certificate(f"{file}-cert.pub")
-        return key
-    return None
-
-
-def _public_half(file: str) -> str:
-    return _public_line(file).partition(" ")[2]
-
-
-def _public_line(file: str) -> str:
-    """The public half of a private key as `TYPE BASE64`, from the file beside it; empty where there is none."""
-    try:
-        kind, content = Path(f"{file}.pub").read_text(errors="replace").split()[:2]
-    except (OSError, ValueError):
-        return ""
-    return f"{kind} {content}"
-
-
-def _agent() -> paramiko.Agent | None:
-    if not os.environ.get("SSH_AUTH_SOCK"):
-        return None
-    try:
-        return paramiko.Agent()
-    except (OSError, paramiko.SSHException, EOFError):
-        return None
+def _of_agent(key: paramiko.PKey) -> str:
+    return f"the agent's {key.get_name()} key"
