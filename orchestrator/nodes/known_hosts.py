@@ -11,6 +11,7 @@ import fcntl
 import hashlib
 import hmac
 import os
+import subprocess
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -20,6 +21,8 @@ from typing import Any, Literal
 
 from orchestrator.nodes.certificates import authority_of, host_fault
 
+REVOCATION_LIMIT_S = 20.0
+KRL = b"SSHKRL\n\0"  # how such a file begins: PROTOCOL.krl of OpenSSH
 Verdict = Literal["known", "unknown", "changed", "revoked", "uncertified"]
 
 
@@ -100,6 +103,23 @@ class KnownHosts:
 
     def _lines(self, name: str) -> list[KnownKey]:
         return [line for file in self._files for line in _about(file, name)]
+
+
+def is_listed_as_revoked(file: str, key: str, certificate: str) -> bool:
+    """Whether RevokedHostKeys, a file of keys or a KRL, names a key, its certificate or that one's authority.
+
+    True as well where that cannot be found out, as with OpenSSH.
+    """
+    try:
+        content = Path(file).read_bytes()
+        if not content.startswith(KRL):
+            listed = {" ".join(line.split()[:2]) for line in content.decode(errors="replace").splitlines()}
+            return bool(listed & {key, authority_of(certificate)})
+        argv = ["ssh-keygen", "-Q", "-f", file, "/dev/stdin"]
+        asked = subprocess.run(argv, input=f"{certificate or key}\n".encode(), capture_output=True, timeout=REVOCATION_LIMIT_S)
+    except (OSError, subprocess.TimeoutExpired):
+        return True
+    return asked.returncode != 0
 
 
 def host_of(name: str) -> str:

@@ -41,7 +41,7 @@ from orchestrator.nodes import ssh_keys
 from orchestrator.nodes.certificates import SUFFIX, authority_of, host_fault
 from orchestrator.nodes.dialling import Dropped, ProxyCommand, SaysNothing, await_greeting, dial
 from orchestrator.nodes.key_files import certificate_of, written
-from orchestrator.nodes.known_hosts import KnownHosts, host_of
+from orchestrator.nodes.known_hosts import KnownHosts, host_of, is_listed_as_revoked
 from orchestrator.nodes.passwords import Passwords
 from orchestrator.nodes.ssh_config import Route, find_route
 from orchestrator.nodes.ssh_passwords import PasswordLogin, WrongPassword
@@ -198,7 +198,7 @@ class _Transport(paramiko.Transport):
 
     @property
     def preferred_keys(self) -> tuple[str, ...]:
-        kinds = super().preferred_keys  # type: ignore[misc]
+        kinds = super().preferred_keys
         certificates = tuple(kind for kind in kinds if kind.endswith(SUFFIX)) if self.wants_certificate else ()
         plain = [kind for kind in kinds if not kind.endswith(SUFFIX)]
         return (*certificates, *sorted(plain, key=lambda kind: kind not in self.known_kinds))
@@ -233,6 +233,8 @@ class _HostKeyCheck(paramiko.MissingHostKeyPolicy):
     def missing_host_key(self, client: paramiko.SSHClient, hostname: str, key: paramiko.PKey) -> None:
         known, name, certificate = KnownHosts(self._route.known_hosts), self._route.known_as, certificate_of(key)
         verdict = known.judge(name, written(key), certificate)
+        if self._route.revoked_keys and is_listed_as_revoked(self._route.revoked_keys, written(key), certificate):
+            verdict = "revoked"
         if verdict == "unknown" and self._options.host_keys == "accept-new":
             verdict = known.accept(name, written(key), hashed=self._route.hashes_hosts)
         if verdict == "uncertified":
@@ -411,7 +413,8 @@ def _distrust(node: str, route: Route, key: paramiko.PKey, verdict: str, known: 
         return HostKeyError(
             f"{node}: the host key of {name} is REVOKED: {shown}",
             node=node,
-            advice="somebody may hold a copy of it: give the machine a new host key, and remove no @revoked line",
+            advice="somebody may hold a copy of it: give the machine a new host key, and remove no @revoked line"
+            + (f"; also listed as revoked is all, where {route.revoked_keys} cannot be read" if route.revoked_keys else ""),
         )
     if verdict == "changed":
         was = ", ".join(_fingerprint(one) for one in known)

@@ -46,6 +46,7 @@ _HONOURED = frozenset(
         "hostkeyalias",
         "userknownhostsfile",
         "globalknownhostsfile",
+        "revokedhostkeys",
         "canonicalizehostname",
     }
 )
@@ -61,6 +62,7 @@ class Route:
         host, port: where it listens, seen from the last of `jumps`.
         known_as: the name under which its host key is looked up and stored.
         known_hosts: files of known host keys; the first is where a new one is stored.
+        revoked_keys: a list of host keys that are refused (RevokedHostKeys), None for none.
         hashes_hosts: whether a new known_hosts file is written with hashed names.
         key_files: private keys to try, in order.
         key_is_named: whether the first of them was asked for by name, and so must be there.
@@ -76,6 +78,7 @@ class Route:
     user: str
     known_as: str
     known_hosts: tuple[str, ...]
+    revoked_keys: str | None
     hashes_hosts: bool
     key_files: tuple[str, ...]
     key_is_named: bool
@@ -130,6 +133,7 @@ def _route(node: str, login: Login, options: SshOptions, behind: tuple[str, ...]
         user=user,
         known_as=(alias or (host if port == 22 else f"[{host}]:{port}")).lower(),
         known_hosts=_known_hosts(settings, options, tokens),
+        revoked_keys=next(iter(_paths(settings.get("revokedhostkeys", ()), tokens)), None),
         hashes_hosts=_first(settings, "hashknownhosts", "no") == "yes",
         key_files=tuple(dict.fromkeys([*named, *files])),
         key_is_named=login.key is not None,

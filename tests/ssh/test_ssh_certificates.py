@@ -169,6 +169,32 @@ def test_what_is_revoked_is_refused_always(host: CertifiedHost) -> None:
         reach(host.node, host.known)
 
 
+@pytest.mark.parametrize("is_krl", [False, True])
+def test_a_list_of_revoked_keys_is_asked(host: CertifiedHost, tmp_path: Path, is_krl: bool) -> None:
+    """RevokedHostKeys, lines of keys or a KRL: the key, its authority, in a KRL the certificate; and a list that is lost."""
+    listed = tmp_path / "revoked"
+    (tmp_path / "config").write_text(f"RevokedHostKeys {listed}\n")
+    host.knows(f"@cert-authority * {public(host.authority)}", f"{host.name} {public(host.key)}")
+
+    def revoke(key: Path) -> None:
+        if is_krl:
+            subprocess.run(["ssh-keygen", "-q", "-k", "-f", listed, key], check=True, timeout=60)
+        else:
+            listed.write_text(key.read_text())
+
+    harmless, key, authority = (Path(f"{one}.pub") for one in (make_key_of("rsa", tmp_path / "x"), host.key, host.authority))
+    revoke(harmless)
+    reach(host.node, host.known, config=str(tmp_path / "config")).close()
+    for bad in (key, authority, *([host.certificate] if is_krl else [])):
+        revoke(bad)
+        with pytest.raises(HostKeyError, match="REVOKED"):
+            reach(host.node, host.known, config=str(tmp_path / "config"))
+    listed.unlink()
+    with pytest.raises(HostKeyError, match="REVOKED") as refused:
+        reach(host.node, host.known, config=str(tmp_path / "config"))
+    assert f"where {listed} cannot be read" in refused.value.advice
+
+
 def test_a_host_without_a_certificate_is_told_how_to_get_one(sshd_factory: SshdNodes, tmp_path: Path) -> None:
     """Where only an authority is known."""
     node = sshd_factory(1)[0]
