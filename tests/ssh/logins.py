@@ -47,3 +47,10 @@ def make_key_of(kind: str, path: Path, passphrase: str = "") -> Path:
 def public(path: Path) -> str:
     """The public half of a key file, as `TYPE BASE64`."""
     return " ".join(Path(f"{path}.pub").read_text().split()[:2])
+
+
+def sign(authority: Path, key: Path, *options: str, name: str = "") -> Path:
+    """A certificate of a public key, beside it; `-h` makes it a host's."""
+    command = ["ssh-keygen", "-q", "-s", authority, "-I", "test", *(["-n", name] if name else []), *options, f"{key}.pub"]
+    subprocess.run(command, check=True, timeout=60, stderr=subprocess.DEVNULL)
+    return Path(f"{key}-cert.pub")

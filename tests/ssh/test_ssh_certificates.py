@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from logins import make_key_of, options, public, reach
+from logins import make_key_of, options, public, reach, sign
 from ssh_agents import add_to_agent, running_agent
 from sshd import SshdNode, SshdNodes
 
@@ -18,13 +18,6 @@ from orchestrator.specs.inventory import Login
 
 KINDS = ("ed25519", "ecdsa", "rsa")
 ALWAYS = "19990101:20990101"
-
-
-def sign(authority: Path, key: Path, *options: str, name: str = "") -> Path:
-    """A certificate of a public key, beside it; `-h` makes it a host's."""
-    command = ["ssh-keygen", "-q", "-s", authority, "-I", "test", *(["-n", name] if name else []), *options, f"{key}.pub"]
-    subprocess.run(command, check=True, timeout=60, stderr=subprocess.DEVNULL)
-    return Path(f"{key}-cert.pub")
 
 
 class CertifiedHost:

@@ -12,6 +12,7 @@ import pytest
 import yaml
 from commands import REPOSITORY, ClusterTrain, LocalStack, Ran
 from jobs import script
+from logins import make_key_of, public, sign
 from sshd import SshdNode, SshdNodes
 
 HELLO = "import os; print('hello from', os.environ['RANK'])"
@@ -93,6 +94,51 @@ def test_node0s_key_is_restricted_and_goes_again(
             link.unlink()
     assert cluster_train("teardown", tmp_path / "lab.yml", "--yes").exit_code == 0
     assert "cluster-train:" not in allowed.read_text() and not identity.exists()
+
+
+@pytest.mark.stack
+def test_node0_checks_the_very_keys_that_we_verified(
+    cluster_train: ClusterTrain, sshd_factory: SshdNodes, local_stack: LocalStack, tmp_path: Path
+) -> None:
+    """We know the nodes by an authority alone, under aliases, the second through the first, at ports of their own.
+
+    node0 then knows the keys themselves, each by its node's name (capitals too), and mpirun gets from node to node.
+    """
+    authority = make_key_of("ed25519", tmp_path / "authority")
+    kinds = {"127.0.0.2": "ecdsa", "127.0.0.3": "rsa"}
+    keys = {address: make_key_of(kind, tmp_path / kind) for address, kind in kinds.items()}
+    nodes = []
+    for address, key in keys.items():
+        certificate = sign(authority, key, "-h", name=f"machine-{address}")
+        # The server has one more key, that we have not verified and node0 must not meet.
+        other = make_key_of("ed25519", tmp_path / f"other-{address}")
+        settings = {"HostKey": f"{key}\nHostKey {other}", "HostCertificate": str(certificate)}
+        nodes += sshd_factory(1, machines={address: ""}, **settings)
+    head, node = nodes
+    (node.home / ".ssh" / "authorized_keys").write_text((head.home / ".ssh" / "authorized_keys").read_text())
+    known, config = tmp_path / "known_hosts", tmp_path / "config"
+    known.write_text(
+        f"@cert-authority machine-* {public(authority)}\n@revoked * {public(make_key_of('ed25519', tmp_path / 'lost'))}\n"
+    )
+    config.write_text(
+        f"Host {head.host}\n  Port {head.port}\n  HostKeyAlias machine-{head.host}\n"
+        f"Host {node.host}\n  Port {node.port}\n  HostKeyAlias machine-{node.host}\n  ProxyJump {head.host}\n"
+    )
+    content = {
+        "root": str(local_stack.borrowed(tmp_path / "root")),
+        "ssh": {"config": str(config), "known_hosts": str(known), "key": str(head.key), "user": head.user},
+        "nodes": [{"name": "Node-0", "host": head.host}, {"name": "Node-1", "host": node.host}],
+        "stack": yaml.safe_load((REPOSITORY / "inventories" / "local.yml").read_text())["stack"],
+        "job": {"ppn": 1, "script": script(tmp_path, HELLO)},
+    }
+    (tmp_path / "lab.yml").write_text(yaml.safe_dump(content))
+    ran = cluster_train("up", tmp_path / "lab.yml")
+    assert ran.exit_code == 0 and "hello from 1" in ran.stdout, ran.stdout + ran.stderr
+    (run,) = (tmp_path / "root" / "runs").iterdir()
+    assert (run / "known_hosts").read_text() == f"Node-1 {public(keys[node.host])}\n"
+    block = (run / "ssh_config").read_text().split("Host *")[0]
+    assert f"Port {node.port}\n" in block and "HostKeyAlgorithms rsa-sha2-512,rsa-sha2-256\n" in block and "Proxy" not in block
+    assert f"Accepted publickey for {node.user} from {head.host} " in node.log.read_text()
 
 
 @pytest.mark.stack
