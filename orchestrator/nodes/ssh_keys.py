@@ -84,7 +84,8 @@ class KeyLogin:
                     continue
                 raise Refused(self._too_many()) from None
             if further:
-                raise Refused(f"after the key it also wants {', '.join(further)}, which needs a person")
+                wanted = f"after the key it also wants {', '.join(further)}, which needs a person"
+                raise paramiko.AuthenticationException(wanted)
             self.key_file = file if file and file not in _opened else None
             return []
         waiting = [file for file in self._locked if file not in _given_up]

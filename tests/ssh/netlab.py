@@ -95,11 +95,11 @@ class NetworkLab:
 
     def run_on(self, name: str, *command: str) -> subprocess.CompletedProcess[str]:
         """The same, whatever its exit code."""
-        return subprocess.run(self._into(name, *command), capture_output=True, text=True, timeout=60)
+        return subprocess.run(self.into(name, *command), capture_output=True, text=True, timeout=60)
 
     def start_on(self, name: str, *command: str, env: Mapping[str, str] | None = None) -> subprocess.Popen[bytes]:
         """Start a command on a machine; it ends with the machine at the latest."""
-        return subprocess.Popen(self._into(name, *command), env={**os.environ, **(env or {})}, stdout=subprocess.DEVNULL)
+        return subprocess.Popen(self.into(name, *command), env={**os.environ, **(env or {})}, stdout=subprocess.DEVNULL)
 
     @contextmanager
     def authorized(self, address: str) -> Iterator[None]:
@@ -109,7 +109,7 @@ class NetworkLab:
         home = ("env", "HOME=/srv", "python3", script)
         public = json.loads(self.on("node0", *home, "key", "/srv/.cluster-train"))["public"]
         comment = f"cluster-train:{hashlib.sha256(public.encode()).hexdigest()[:16]}:{address}"
-        allow = self._into("node1", *home, "allow", comment, address)
+        allow = self.into("node1", *home, "allow", comment, address)
         subprocess.run(allow, input=public, text=True, check=True, stdout=subprocess.DEVNULL, timeout=60)
         yield
         self.on("node1", *home, "revoke")
@@ -135,7 +135,7 @@ class NetworkLab:
     def cluster_train(self, *arguments: str | Path) -> Ran:
         """The command as a person types it, on a machine that hangs on the lab's switches."""
         environment = {**os.environ, "XDG_STATE_HOME": str(self.directory / "state"), "NO_COLOR": "1"}
-        command = self._into("switch", str(COMMAND), *map(str, arguments))
+        command = self.into("switch", str(COMMAND), *map(str, arguments))
         done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=LIMIT_S)
         return Ran(exit_code=done.returncode, stdout=done.stdout, stderr=done.stderr)
 
@@ -145,7 +145,8 @@ class NetworkLab:
         assert ran.exit_code in (0, 5), ran.stdout + ran.stderr
         return ran, ran.result["findings"]
 
-    def _into(self, name: str, *command: str) -> tuple[str, ...]:
+    def into(self, name: str, *command: str) -> tuple[str, ...]:
+        """The command line that runs a command on a machine (or on the "switch")."""
         spaces = ("--net",) if name == "switch" else ("--net", "--mount", "--uts", "--pid")
         return ("nsenter", "--target", str(self._pids[name]), *spaces, "--", *command)
 

@@ -274,7 +274,7 @@ def _accounts(group: Path, home: Path, password: str) -> dict[str, str]:
     texts = {
         "passwd": "".join(":".join([*one[:5], str(home), *one[6:]] if one[0] == name else one) + "\n" for one in fields),
         "shadow": f"{name}:{hashed}:20000:0:99999:7:::\n",
-        "pam.d/sshd": "".join(f"{kind} required pam_unix.so\n" for kind in ("auth", "account", "session")),
+        "pam.d/sshd": "".join(f"{kind} required pam_unix.so\n" for kind in ("auth", "account", "password", "session")),
     }
     made = {}
     for place, text in texts.items():

@@ -180,10 +180,21 @@ def test_a_jump_host_that_wants_a_password_is_not_asked_for(nodes: Nodes, tmp_pa
 
 
 def test_a_login_that_wants_more_than_a_password_is_named(nodes: Nodes, tmp_path: Path) -> None:
-    """A second factor, or a password that has expired, is a person's affair."""
+    """A second factor, in either order, or a password that has expired, is a person's affair: nobody is asked in vain."""
     made = nodes(1, **{**BY_PAM, "AuthenticationMethods": "keyboard-interactive,publickey"})
     code, shown = Person(tmp_path / "me", made).init(("): ", PASSWORD))
     assert code == 3 and "after the password it also wants publickey" in shown, shown
+    (node,) = nodes(1, AuthenticationMethods="publickey,password")
+    person = Person(tmp_path / "you", [node])
+    (node.home / ".ssh").mkdir(mode=0o700)
+    shutil.copy(f"{person.key}.pub", node.home / ".ssh" / "authorized_keys")
+    code, shown = person.init()
+    assert code == 3 and "after the key it also wants password, which needs a person" in shown, shown
+    (node,) = nodes(1, **BY_PAM)
+    shadow = node.home.parent / f"{node.home.name}-shadow"
+    shadow.write_text(shadow.read_text().replace(":20000:", ":0:"))
+    code, shown = Person(tmp_path / "them", [node]).init(("): ", PASSWORD))
+    assert code == 3 and "it asks '" in shown and "log in there once with ssh" in shown, shown
 
 
 def leaks(password: str, *places: Path) -> list[Path]:

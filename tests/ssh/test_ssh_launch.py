@@ -139,6 +139,9 @@ def test_node0_checks_the_very_keys_that_we_verified(
     block = (run / "ssh_config").read_text().split("Host *")[0]
     assert f"Port {node.port}\n" in block and "HostKeyAlgorithms rsa-sha2-512,rsa-sha2-256\n" in block and "Proxy" not in block
     assert f"Accepted publickey for {node.user} from {head.host} " in node.log.read_text()
+    secret = head.key.read_bytes().splitlines()[2]  # of the person's key, which stays where it is
+    places = [path for place in (tmp_path, head.home, node.home) for path in place.rglob("*") if path.is_file()]
+    assert not [path for path in places if secret in path.read_bytes()]
 
 
 @pytest.mark.stack

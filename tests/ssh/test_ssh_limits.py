@@ -6,6 +6,8 @@ import os
 import signal
 import socket
 import socketserver
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -16,6 +18,7 @@ from pathlib import Path
 import paramiko
 import pytest
 from logins import login, options, reach
+from netlab import Machine, NetworkLab, can_isolate
 from sshd import SshdNodes
 
 from orchestrator.errors import CommandError, FleetError, UnreachableError
@@ -69,6 +72,30 @@ def test_sixteen_logins_at_once_pass_a_low_max_startups(sshd_factory: SshdNodes,
     for one in reached:
         one.close()
     assert "MaxStartups" in node.log.read_text()  # it did drop some
+
+
+def test_sixteen_nodes_behind_one_gate_with_a_low_max_startups(sshd_factory: SshdNodes) -> None:
+    """Every node is a connection to the gate: 3:50:5 drops some of 16 at once, and all are there in the end."""
+    (gate,) = sshd_factory(1, MaxStartups="3:50:5")
+    nodes = sshd_factory(16, machines={f"127.0.1.{index + 1}": "" for index in range(16)})
+    (gate.home / ".ssh" / "authorized_keys").write_text((nodes[0].home / ".ssh" / "authorized_keys").read_text())
+    with nodes[0].known_hosts.open("a") as known:
+        known.write(gate.known_hosts.read_text())
+    inventory = Inventory.model_validate(
+        {
+            "ssh": {
+                "key": str(nodes[0].key),
+                "known_hosts": str(nodes[0].known_hosts),
+                "port": nodes[0].port,
+                "connect_timeout": 60,
+            },
+            "nodes": [{"host": node.host, "via": f"{gate.user}@{gate.host}:{gate.port}"} for node in nodes],
+            "parallel": 16,
+        }
+    )
+    fleet = connect(inventory)
+    assert len(fleet.transports) == 16
+    fleet.close()
 
 
 def test_we_stay_below_the_default_max_startups(sshd_factory: SshdNodes) -> None:
@@ -182,6 +209,31 @@ def test_a_server_that_never_starts_the_command_has_a_limit(tmp_path: Path, monk
             reached.open(["true"])
         assert time.monotonic() - started < 30
         reached.close()
+
+
+@pytest.mark.skipif(not can_isolate(), reason="firewalls of a test's own need namespaces, which only root may make")
+def test_a_link_that_dies_without_a_word_is_noticed(tmp_path: Path) -> None:
+    """From one moment on the node's packets are lost, while a command runs and nothing is sent: keep-alives find out."""
+    lab = NetworkLab(tmp_path, [Machine(cards={"eth0": "10.77.0.10/24"})])
+    try:
+        code = (
+            "from orchestrator.nodes import dialling, ssh, transport\n"
+            "from orchestrator.specs.inventory import Login, SshOptions\n"
+            "ssh.KEEPALIVE_S = 1; dialling.UNACKNOWLEDGED_LIMIT_S = 3\n"
+            f"login = Login(user='root', host='10.77.0.10', port=22, key={str(tmp_path / 'user_key')!r}, via=None)\n"
+            f"node = ssh.SshTransport('node0', login, SshOptions(known_hosts={str(tmp_path / 'known_hosts')!r}))\n"
+            "script = ['sh', '-c', 'echo begun; exec sleep 600']\n"
+            "transport.run(node, script, idle_timeout_s=600, on_line=lambda line: print(line, flush=True))\n"
+        )
+        command = lab.into("switch", sys.executable, "-c", code)
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+            assert process.stdout and process.stdout.readline() == "b'begun'\n"
+            lab.on("node0", "iptables", "-w", "-I", "OUTPUT", "-j", "DROP")
+            lab.on("node0", "iptables", "-w", "-I", "INPUT", "-j", "DROP")
+            _, stderr = process.communicate(timeout=120)
+        assert process.returncode == 1 and "CommandError: node0: the connection was lost during: sh -c" in stderr
+    finally:
+        lab.close()
 
 
 def test_a_connection_that_is_closed_opens_nothing(sshd_factory: SshdNodes) -> None:

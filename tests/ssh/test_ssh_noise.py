@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from commands import ClusterTrain
-from logins import reach
+from logins import make_key_of, reach
+from ssh_agents import running_agent
 from sshd import SshdNode, SshdNodes
 
 from orchestrator.actions import agent
@@ -63,6 +65,41 @@ def test_the_whole_command_works_on_a_noisy_node(sshd_factory: SshdNodes, tmp_pa
     assert all("Welcome" not in json.dumps(event) for event in ran.events[:-1])
     noise = [found for found in ran.result["findings"] if "Welcome" in json.dumps(found)]
     assert [found["what"] for found in noise] == ["shell start-up is noisy"]
+
+
+def test_a_banner_is_nobodys_output(sshd_factory: SshdNodes, tmp_path: Path, cluster_train: ClusterTrain) -> None:
+    """What sshd says before the login, escape sequences and all, is in no answer and on no terminal, nor in an error."""
+    (tmp_path / "banner").write_bytes(b"\x1b]0;owned\x07AUTHORISED USE ONLY \x1b[2J\xff\n" * 20)
+    (node,) = sshd_factory(1, Banner=str(tmp_path / "banner"))
+    reached = reach(node)
+    assert run(reached, ["echo", "ours"], idle_timeout_s=60).stdout == b"ours\n"
+    reached.close()
+    inventory = tmp_path / "lab.yml"
+    ssh = {"key": str(node.key), "known_hosts": str(node.known_hosts), "user": node.user}
+    for key in (node.key, make_key_of("ed25519", tmp_path / "wrong")):
+        content = {
+            "root": str(tmp_path / "root"),
+            "ssh": {**ssh, "key": str(key)},
+            "nodes": [{"host": node.host, "port": node.port}],
+        }
+        inventory.write_text(json.dumps(content))
+        ran = cluster_train("doctor", str(inventory))
+        assert ran.stdout and "AUTHORISED" not in ran.stdout + ran.stderr and "\x1b" not in ran.stdout + ran.stderr
+
+
+def test_the_agent_is_never_forwarded(sshd_factory: SshdNodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Although ~/.ssh/config says so, and sshd would: no agent's socket on the node."""
+    (node,) = sshd_factory(1, AllowAgentForwarding="yes")
+    config = tmp_path / "config"
+    config.write_text("ForwardAgent yes\nForwardX11 yes\nPort 22\n")
+    with running_agent(tmp_path / "agent") as socket:
+        monkeypatch.setenv("SSH_AUTH_SOCK", str(socket))
+        reached = reach(node, config=str(config))
+        said = run(reached, ["sh", "-c", "echo [$SSH_AUTH_SOCK] [$DISPLAY]"], idle_timeout_s=60).stdout
+        reached.close()
+        command = [*node.ssh()[:-1], "-A", node.ssh()[-1], "echo [$SSH_AUTH_SOCK]"]
+        assert subprocess.run(command, capture_output=True, timeout=60).stdout != b"[]\n"  # sshd does forward it
+    assert said == b"[] []\n"
 
 
 def test_a_shell_that_never_comes_to_the_command_is_quoted(sshd_factory: SshdNodes) -> None:
