@@ -9,14 +9,10 @@ decided beside this module; here the connections are made, each step within its 
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import logging
 import random
-import re
 import secrets
 import shlex
-import socket
 import threading
 import time
 from collections import defaultdict
@@ -28,23 +24,16 @@ from typing import Any
 import fabric
 import paramiko
 
-from orchestrator.errors import (
-    AuthenticationError,
-    ClusterTrainError,
-    HostKeyError,
-    LockedKeyError,
-    NodeError,
-    PasswordNeededError,
-    UnreachableError,
-)
+from orchestrator.errors import AuthenticationError, ClusterTrainError, PasswordNeededError, UnreachableError
 from orchestrator.nodes import ssh_keys
-from orchestrator.nodes.certificates import SUFFIX, authority_of, host_fault
-from orchestrator.nodes.dialling import Dropped, ProxyCommand, SaysNothing, await_greeting, dial
+from orchestrator.nodes.certificates import SUFFIX
+from orchestrator.nodes.dialling import Dropped, ProxyCommand, await_greeting, dial
 from orchestrator.nodes.key_files import certificate_of, written
-from orchestrator.nodes.known_hosts import KnownHosts, host_of, is_listed_as_revoked
+from orchestrator.nodes.known_hosts import KnownHosts, is_listed_as_revoked
 from orchestrator.nodes.passwords import Passwords
 from orchestrator.nodes.ssh_config import Route, find_route
-from orchestrator.nodes.ssh_passwords import PasswordLogin, WrongPassword
+from orchestrator.nodes.ssh_passwords import PasswordLogin
+from orchestrator.nodes.ssh_refusals import distrust, failure, reason, uncertified, unreachable
 from orchestrator.nodes.transport import CHUNK_BYTES
 from orchestrator.specs.inventory import Login, SshOptions
 
@@ -114,7 +103,7 @@ class SshTransport:
                 channel.exec_command(f"echo {BEGIN}; exec {shlex.join(argv)}")
         except (paramiko.SSHException, OSError, EOFError) as error:
             raise UnreachableError(
-                f"{self.node}: cannot open a channel: {_reason(error)}",
+                f"{self.node}: cannot open a channel: {reason(error)}",
                 node=self.node,
                 advice="sshd's MaxSessions may be reached, or the connection is gone: try again",
             ) from error
@@ -238,9 +227,9 @@ class _HostKeyCheck(paramiko.MissingHostKeyPolicy):
         if verdict == "unknown" and self._options.host_keys == "accept-new":
             verdict = known.accept(name, written(key), hashed=self._route.hashes_hosts)
         if verdict == "uncertified":
-            raise _uncertified(self._node, self._route, key, certificate, known.authorities_of(name))
+            raise uncertified(self._node, self._route, key, certificate, known.authorities_of(name))
         if verdict != "known":
-            raise _distrust(self._node, self._route, key, verdict, known.keys_of(name))
+            raise distrust(self._node, self._route, key, verdict, known.keys_of(name))
 
 
 def _connect_to_jump_host(node: str, jump: Route, before: paramiko.Transport | None, options: SshOptions) -> _Hop:
@@ -266,7 +255,7 @@ def _connect(
                 return _log_in(node, route, before, options, _login(node, route, passwords))
         except Dropped as error:
             if time.monotonic() + pause_s > give_up:
-                raise _unreachable(
+                raise unreachable(
                     node, route, f"{error}, for {COME_AGAIN_FOR_S:g} s", "see MaxStartups in its sshd_config"
                 ) from None
         time.sleep(pause_s * random.uniform(0.5, 1.5))
@@ -303,7 +292,7 @@ def _log_in(node: str, route: Route, before: paramiko.Transport | None, options:
             raise
         if _is_dropped(error) and not proxy:
             raise Dropped("it takes connections and closes them at once") from None
-        raise _failure(node, route, error, said) from None
+        raise failure(node, route, error, said) from None
 
 
 def _connection(node: str, route: Route, options: SshOptions, sock: object, login: AnyLogin) -> fabric.Connection:
@@ -354,125 +343,3 @@ def _is_dropped(error: Exception) -> bool:
     """Through a jump host it is paramiko that waits for the greeting, and tells of its end as of a line that it cannot read."""
     cut = isinstance(error, paramiko.SSHException) and "protocol banner" in str(error) and "timed out" not in str(error)
     return isinstance(error, Dropped) or cut
-
-
-def _failure(node: str, route: Route, error: Exception, said: str) -> NodeError:
-    """What went wrong on the way to a server, as one of ours; `said` is what its ProxyCommand wrote to stderr."""
-    where = f"{route.host}:{route.port}"
-    if isinstance(error, ssh_keys.LockedKey):
-        return LockedKeyError(
-            f"{node}: {where} took no other key, and {error.file} needs its passphrase",
-            node=node,
-            key_file=error.file,
-            advice=f"ssh-add {error.file}   or run this in a terminal, where it is asked for",
-        )
-    if isinstance(error, WrongPassword) or (isinstance(error, ssh_keys.Refused) and error.takes_password):
-        return _password_needed(node, route, error)
-    if isinstance(error, paramiko.AuthenticationException):
-        return AuthenticationError(
-            f"{node}: {where} refused the login as {route.user}: {_reason(error)}",
-            node=node,
-            advice=f"this must work first: ssh -p {route.port} {route.user}@{route.host} true   (see ssh.user and ssh.key)",
-        )
-    if isinstance(error, FileNotFoundError):
-        return NodeError(f"{node}: no such key file: {error.filename}", node=node, advice="see `ssh.key` in the inventory")
-    if isinstance(error, SaysNothing):
-        return _unreachable(node, route, str(error), "is this sshd's port, and is sshd well? see `ssh -v` to it")
-    if said:
-        return _unreachable(node, route, f"{_reason(error)} (its ProxyCommand says: {said})", "see ProxyCommand in ~/.ssh/config")
-    advice = "is the machine up, the address and port right, sshd running, and no firewall between?"
-    return _unreachable(node, route, _reason(error), advice)
-
-
-def _password_needed(node: str, route: Route, error: Exception) -> PasswordNeededError:
-    where = f"{route.host}:{route.port}"
-    if isinstance(error, WrongPassword):
-        what = f"{where} did not take the password of {route.user}"
-    else:
-        what = f"{where} refused the login as {route.user}: {_reason(error)}; it would take a password"
-    return PasswordNeededError(
-        f"{node}: {what}",
-        node=node,
-        user=route.user,
-        address=route.host,
-        advice="in a terminal `cluster-train init` asks for the password and puts your key there; by hand: "
-        f"ssh-copy-id -p {route.port} {route.user}@{route.host}",
-    )
-
-
-def _unreachable(node: str, route: Route, why: str, advice: str) -> UnreachableError:
-    return UnreachableError(f"{node}: cannot reach {route.host}:{route.port}: {why}", node=node, advice=advice)
-
-
-def _distrust(node: str, route: Route, key: paramiko.PKey, verdict: str, known: Sequence[str]) -> HostKeyError:
-    """Of the node or of one of its jump hosts."""
-    name, shown = route.known_as, fingerprint(key)
-    bracketed = re.fullmatch(r"\[(.+)\]:(\d+)", name)
-    host, port = bracketed.groups() if bracketed else (route.host, str(route.port))
-    if verdict == "revoked":
-        return HostKeyError(
-            f"{node}: the host key of {name} is REVOKED: {shown}",
-            node=node,
-            advice="somebody may hold a copy of it: give the machine a new host key, and remove no @revoked line"
-            + (f"; also listed as revoked is all, where {route.revoked_keys} cannot be read" if route.revoked_keys else ""),
-        )
-    if verdict == "changed":
-        was = ", ".join(_fingerprint(one) for one in known)
-        return HostKeyError(
-            f"{node}: the host key of {name} has CHANGED: it is now {shown}, known was {was}",
-            node=node,
-            advice=f"if the machine was really reinstalled: ssh-keygen -R '{name}' -f {route.known_hosts[0]}, "
-            "then accept its new key",
-        )
-    return HostKeyError(
-        f"{node}: the host key of {name} is not known: {shown}",
-        node=node,
-        advice=(
-            "compare it with the machine's own (ssh-keygen -lf /etc/ssh/ssh_host_ed25519_key.pub there), then accept it: "
-            f"ssh-keyscan -p {port} {host} >> ~/.ssh/known_hosts   "
-            "(throw-away clusters: `host_keys: accept-new` under `ssh:` in the inventory)"
-        ),
-    )
-
-
-def _uncertified(node: str, route: Route, key: paramiko.PKey, certificate: str, authorities: Sequence[str]) -> HostKeyError:
-    """known_hosts has a certificate authority for this host, and no key: why the key that it shows is not certified by it."""
-    name, host = route.known_as, host_of(route.known_as)
-    ours = ", ".join(map(_fingerprint, authorities))
-    if not certificate:
-        why = "and it shows no certificate of it"
-    elif (signer := authority_of(certificate)) not in authorities:
-        why = f"and its certificate is of another one ({_fingerprint(signer) if signer else 'unknown'})"
-    else:
-        why = f"whose certificate is not good: {host_fault(certificate, host)}"
-    return HostKeyError(
-        f"{node}: the host key of {name} is not known: {fingerprint(key)}; "
-        f"known_hosts names a certificate authority for it ({ours}), {why}",
-        node=node,
-        advice=f"with the authority's key: ssh-keygen -s CA_KEY -I {host} -h -n {host} -V +52w HOST_KEY.pub, then name it in"
-        " HostCertificate in its sshd_config; or, once you have compared its key, accept that: "
-        f"ssh-keyscan -p {route.port} {route.host} >> ~/.ssh/known_hosts",
-    )
-
-
-def fingerprint(key: paramiko.PKey) -> str:
-    """A host key's SHA-256 fingerprint, as `ssh-keygen -l` prints it."""
-    return _fingerprint(written(key))
-
-
-def _fingerprint(key: str) -> str:
-    kind, content = key.split()[:2]
-    with suppress(ValueError):
-        digest = base64.b64encode(hashlib.sha256(base64.b64decode(content)).digest()).decode().rstrip("=")
-        return f"{kind} SHA256:{digest}"
-    return f"{kind} (damaged)"
-
-
-def _reason(error: Exception) -> str:
-    if isinstance(error, TimeoutError):
-        return "no answer in time"
-    if isinstance(error, socket.gaierror):
-        return "the name does not resolve"
-    if "No existing session" in str(error):
-        return "the SSH handshake did not end in time"
-    return str(error) or type(error).__name__
