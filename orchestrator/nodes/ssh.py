@@ -177,12 +177,11 @@ class _Transport(paramiko.Transport):
     known_kinds: frozenset[str] = frozenset()
     wants_certificate = False
 
-    _preferred_ciphers = (
-        "aes128-gcm@openssh.com",
-        "aes256-gcm@openssh.com",
-        "aes128-ctr",
-        "aes192-ctr",
-        "aes256-ctr",
+    _preferred_ciphers = tuple(
+        cipher
+        for cipher in ("aes128-gcm@openssh.com", "aes256-gcm@openssh.com", "aes128-ctr", "aes192-ctr", "aes256-ctr")
+        # Paramiko before 3.5 has no GCM.
+        if cipher in paramiko.Transport._cipher_info  # type: ignore[attr-defined]
     )
 
     @property
