@@ -1,11 +1,13 @@
 """Who uses this machine: a lock for each run, in one directory that all people of the machine share.
 
     hold < {"run_id", "root", "share", ...}     one line on stdin: take the machine for a run, and keep it while stdin is open
+                                                and, with "silence_s", not silent for so long (see `caller.py`)
     list                                        {"locks": [...]}: the runs that hold this machine or wait for it
 
 A lock is a file `<run id>.json` that at least one living process holds with flock(2). The kernel lets go of it when the last
 holder dies, however it dies: a dead lock counts for nothing and is replaced. `hold` keeps it for the command that a person typed;
-the supervisor and the ranks join it and keep it while the run goes on, whoever else has gone.
+the supervisor and the ranks join it and keep it while the run goes on, whoever else has gone. Where a run may be attempted
+again, its supervisor has a `hold` on every other node as well (`outposts.py`), for the time when no rank is there.
 
 `hold` prints JSON lines: first {"machine", "living", "states"} (what of our own runs lives here, and the states that this
 root knows), then {"busy": [lock, ...]} whenever that changes while others are in the way, then {"held": true, "beside":
@@ -20,12 +22,12 @@ import fcntl
 import json
 import os
 import pwd
-import select
 import signal
 import stat
 import sys
 import time
 
+import caller
 import processes
 import records
 import runs
@@ -254,6 +256,9 @@ def main() -> int:
         return 1
     except BrokenPipeError:
         pass  # whoever asked has gone
+    except caller.Gone as gone:
+        sys.stderr.write("%s\n" % gone)
+        return caller.EXIT_CODE
     return 0
 
 
@@ -267,12 +272,13 @@ class Hold:
     """A run's lock on this machine, from asking for it to letting go."""
 
     def __init__(self) -> None:
-        self.heard, self.joined = b"", None
-        while b"\n" not in self.heard:
-            if self.hears(3600.0):
+        self.joined, self.caller = None, caller.Caller()
+        while b"\n" not in self.caller.heard:
+            if self.caller.hears(caller.LONGEST_WAIT_S):
                 raise runs.Problem("nobody said for which run")
-        line, _, self.heard = self.heard.partition(b"\n")
+        line, _, self.caller.heard = self.caller.heard.partition(b"\n")
         self.owner = json.loads(line.decode("ascii"))
+        self.caller.expect(self.owner.pop("silence_s", 0.0))
         self.run_dir = runs.run_directory(self.owner["root"], self.owner["run_id"])
 
     def go(self) -> None:
@@ -280,9 +286,9 @@ class Hold:
         say(dict(look(self.owner["root"]), machine=processes.machine()))
         try:
             self.wait()
-            while not self.hears(3600.0):
+            while not self.hears(caller.LONGEST_WAIT_S):
                 pass
-            if b"keep\n" in self.heard:
+            if b"keep\n" in self.caller.heard:
                 self.linger()
         finally:
             if self.joined:
@@ -306,7 +312,10 @@ class Hold:
         with Directory() as directory:
             others = directory.others(self.owner["run_id"])
             if self.joined is None:
+                living = directory.read(self.owner["run_id"] + ".json")
                 self.joined = Joined(self.owner["run_id"], directory)
+                if living and living["state"] == "held":  # the run has this machine already
+                    return [], others
                 self.write("waiting")
             mine = (self.owner["asked_unix_s"], self.owner["run_id"])
             earlier = [lock for lock in others if lock["state"] != "waiting" or (lock["asked_unix_s"], lock["run_id"]) < mine]
@@ -323,15 +332,12 @@ class Hold:
         os.ftruncate(self.joined.descriptor, len(text))
 
     def hears(self, wait_s: float) -> bool:
-        """Read what comes within a time; whether stdin has ended."""
-        if not select.select([0], [], [], wait_s)[0]:
-            return False
-        data = os.read(0, 4096)
-        self.heard += data
-        if b"cancel\n" in self.heard:
-            self.heard = b""
+        """Do what is said within a time; whether stdin has ended."""
+        has_gone = self.caller.hears(wait_s)
+        if b"cancel\n" in self.caller.heard:
+            self.caller.heard = b""
             say({"ended": cancel()})
-        return not data
+        return has_gone
 
     def linger(self) -> None:
         """Stay until the ranks here have joined: each does so before it writes its record."""

@@ -12,6 +12,7 @@ import time
 
 import attempt
 import children
+import outposts
 import records
 import runs
 import verdicts
@@ -25,11 +26,16 @@ class Stopped(Exception):
     """Somebody asked the run to stop while nothing of it was running."""
 
 
-def first_order(run: runs.Run, order: dict, reply) -> tuple:
+def first_order(run: runs.Run, order: dict, reply, posts: outposts.Outposts) -> tuple:
     """(What to attempt first, or None; the outcome where there is none): from another run's checkpoint if that is asked for.
 
     reply: is called with what `start` answers, as soon as it takes time.
     """
+    try:
+        posts.take(wait)
+    except Stopped:
+        reply({"run_id": run.status["run_id"], "supervisor": run.status["supervisor"]})
+        return None, attempt.Outcome("stopped", None, None, None, None)
     if not order.get("from_run"):
         return order, None
     reply({"run_id": run.status["run_id"], "supervisor": run.status["supervisor"]})
@@ -45,7 +51,7 @@ def first_order(run: runs.Run, order: dict, reply) -> tuple:
     return answer["order"], None
 
 
-def next_order(run: runs.Run, order: dict, outcome: attempt.Outcome) -> tuple:
+def next_order(run: runs.Run, order: dict, outcome: attempt.Outcome, posts: outposts.Outposts) -> tuple:
     """(What to attempt next, or None where the run has ended; the outcome, which is "stopped" where that was asked for)."""
     restarts = order.get("restart", {}).get("restarts", 0)
     number = order["launch"].get("attempt", 1)
@@ -60,11 +66,12 @@ def next_order(run: runs.Run, order: dict, outcome: attempt.Outcome) -> tuple:
         run.set(state="restarting", reason=why, mpirun=None, nodes={}, stall=None)
         tell(run, why)
         try:
+            posts.take(wait)
             wait(wait_s)
             answer = prepare(run, number, failed_unix_s)
         except Stopped:
             return None, outcome._replace(state="stopped", reason=None, verdict=None)
-        error = answer.get("error") or begin(run, number, answer)
+        error = answer.get("error") or posts.in_the_way(answer["order"]["launch"]) or begin(run, number, answer)
         if not error:
             return answer["order"], outcome
         tell(run, "attempt %d could not begin: %s" % (number, error))

@@ -22,6 +22,7 @@ import time
 
 import attempt
 import locks
+import outposts
 import processes
 import records
 import restart
@@ -211,10 +212,12 @@ def supervise(run: runs.Run, order: dict, report: int) -> None:
         if unanswered:
             answer(unanswered.pop(), reply)
 
-    order, outcome = restart.first_order(run, order, tell)
+    posts = outposts.Outposts(run, order)
+    order, outcome = restart.first_order(run, order, tell, posts)
     while order:
         outcome = attempt.attempt(run, order, tell)
-        order, outcome = restart.next_order(run, order, outcome)
+        order, outcome = restart.next_order(run, order, outcome, posts)
+    posts.leave()
     run.lock.leave()  # whoever sees the end may start the next run
     ended_unix_s, deadline = time.time(), time.monotonic() + FULL_DISK_S
     while not run.set(ended_unix_s=ended_unix_s, **outcome.status()) and time.monotonic() < deadline:

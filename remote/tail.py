@@ -4,21 +4,23 @@
     {"rank": {...}}      rank-<n>.json, once for each attempt at the run, before the rank's data
     {"exit": {...}}      rank-<n>.exit.json, once for each attempt, after all of the rank's data until then
     {"status": {...}}    with --head: status.json whenever it changes; a final one comes last
+    {"alive": true}      the answer to a line `alive` on stdin
 
 Without --follow it tells what is there and ends. With it, it ends when its ranks have ended (with --head: when the run
 has; with --until-drained: not by itself, for there may be another attempt) and everything was told; at a line `drain`
-on stdin it tells what is there and ends; at stdin's end, whoever listened has gone, and it ends at once. To go on after a
-broken connection, give the offsets that were reached. --since-unix-s, --age-s, --lines and --last-bytes say where to begin in
-files of which no offset is given; it is always a line's beginning.
+on stdin it tells what is there and ends; at stdin's end, whoever listened has gone, and it ends at once, as it does after
+--silence-s without a word on stdin (`caller.py`). To go on after a broken connection, give the offsets that were reached.
+--since-unix-s, --age-s, --lines and --last-bytes say where to begin in files of which no offset is given; it is always a
+line's beginning.
 """
 
 import argparse
 import json
 import os
-import select
 import sys
 import time
 
+import caller
 import marks
 import records
 import runs
@@ -28,6 +30,7 @@ SHORTEST_WAIT_S = 0.025
 LONGEST_WAIT_S = 0.25
 ENDED = runs.FINAL + ("lost",)
 HEAD_FILES = ("mpirun.out", "mpirun.err")
+ALIVE = b'{"alive": true}\n'
 
 
 class Log:
@@ -196,11 +199,14 @@ def main() -> int:
             log.begin(start)
     try:
         if options.follow:
-            follow(tail)
+            follow(tail, options.silence_s)
         else:
             tell(tail)
     except BrokenPipeError:
         pass  # whoever listened has gone
+    except caller.Gone as gone:
+        sys.stderr.write("%s\n" % gone)
+        return caller.EXIT_CODE
     return 0
 
 
@@ -213,6 +219,7 @@ def parse(arguments: list) -> argparse.Namespace:
     parser.add_argument("--follow", action="store_true")
     parser.add_argument("--head", action="store_true", help="tell the run's status and mpirun's own output too")
     parser.add_argument("--until-drained", action="store_true", help="do not end when the ranks have")
+    parser.add_argument("--silence-s", type=float, default=0.0, help="end when stdin says nothing for so long")
     parser.add_argument("--since-unix-s", type=float, help="begin at what was written after this time")
     parser.add_argument("--age-s", type=float, help="the same, so long before now by this node's clock")
     parser.add_argument("--lines", type=int, help="begin at the last so many lines of each file")
@@ -225,19 +232,19 @@ def rank_numbers(text: str) -> list:
     return [int(word) for word in text.split(",") if word]
 
 
-def follow(tail: Tail) -> None:
-    """Tell what comes until it has ended, or until stdin says so."""
-    wait_s, heard = SHORTEST_WAIT_S, b""
+def follow(tail: Tail, silence_s: float) -> None:
+    """Tell what comes until it has ended, or until stdin says so. Raises caller.Gone."""
+    wait_s, listener = SHORTEST_WAIT_S, caller.Caller(silence_s)
     while True:
         is_news = tell(tail)
-        if tail.has_ended or b"drain\n" in heard:
+        if tail.has_ended or b"drain\n" in listener.heard:
             return
         wait_s = SHORTEST_WAIT_S if is_news else min(LONGEST_WAIT_S, wait_s * 1.05)
-        if select.select([0], [], [], wait_s)[0]:
-            word = os.read(0, 4096)
-            if not word:
-                return
-            heard += word
+        if listener.hears(wait_s):
+            return
+        if listener.was_alive:
+            listener.was_alive = False
+            write(ALIVE)
 
 
 def tell(tail: Tail) -> bool:

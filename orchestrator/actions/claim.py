@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,6 +21,10 @@ ANSWER_TIMEOUT_S = 60.0
 CANCEL_TIMEOUT_S = 10.0
 WAIT_READ_S = 1.0
 UNUSABLE = "look whose directory that is, and have its owner or root remove it or `chmod 1777` it"
+# A node that hears nothing from here for so long is let go: a cut network tells neither side that it is.
+SILENCE_S = 30.0
+BEAT_S = 5.0
+ALIVE = b"alive\n"
 SETTLING_LOOKS = 4  # a run that has just ended needs a moment: what is gone by then was no remains
 
 
@@ -69,6 +74,17 @@ class Hold:
         self.busy, self.beside = said.get("busy", []), said.get("beside", [])
         return True
 
+    def beat(self) -> None:
+        """Let the node know that we are here."""
+        try:
+            self._channel.write(ALIVE)
+        except (OSError, EOFError, ValueError):
+            pass  # it has ended or was let go
+
+    def check(self) -> None:
+        """Raise CommandError where the node has let go."""
+        self.hear(0.0)
+
     def cancel(self) -> None:
         """End all that was started on the node over this connection."""
         self._channel.write(b"cancel\n")
@@ -91,7 +107,7 @@ class Hold:
     def _open(self, owner: Mapping[str, Any]) -> Channel:
         channel = self.transport.open(self._argv)
         try:
-            channel.write(json.dumps(owner).encode() + b"\n")
+            channel.write(json.dumps({**owner, "silence_s": SILENCE_S}).encode() + b"\n")
         except OSError:
             pass  # it has ended, and its exit code says why
         return channel
@@ -138,6 +154,8 @@ class Claim:
         self._fleet, self._root, self._python, self._emit = fleet, root, python, emit
         self._owner = owner
         self._holds: dict[str, Hold] = {}
+        self._is_over = threading.Event()
+        threading.Thread(target=self._beat, daemon=True).start()
 
     def take(self, terms: Terms) -> None:
         """Every node's lock, or none: raises PreflightError that names who is there, or what is to be cleared first."""
@@ -155,6 +173,10 @@ class Claim:
             hold = self._holds[node] = Hold(self._fleet.transports[node], self._root, self._python, owner)
             if not hold.is_held:
                 self._wait(hold, terms, seen)
+
+    def check(self) -> None:
+        """That the nodes are still ours, before something is started on them; raises FleetError."""
+        self._on_holds(Hold.check)
 
     def cancel(self) -> None:
         """After a Ctrl-C: end what was started on the nodes for us."""
@@ -174,6 +196,16 @@ class Claim:
         self._on_holds(lambda hold: hold.release(keep=keep, is_gone=hold.transport.node in gone), chosen)
         for node in chosen:
             self._holds.pop(node, None)
+
+    def end(self) -> None:
+        """Let go of all nodes, for good."""
+        self._is_over.set()
+        self.release()
+
+    def _beat(self) -> None:
+        while not self._is_over.wait(BEAT_S):
+            for hold in list(self._holds.values()):
+                hold.beat()
 
     def _ask_all(self, owner: Mapping[str, Any]) -> dict[str, str]:
         """Ask on all nodes at once; the machine that each node is."""
@@ -262,4 +294,4 @@ def claimed(fleet: Fleet, root: str, python: str, owner: Mapping[str, Any], term
         claim.take(terms)
         yield claim
     finally:
-        claim.release()
+        claim.end()

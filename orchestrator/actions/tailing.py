@@ -14,7 +14,11 @@ from orchestrator.errors import ClusterTrainError, NodeError
 from orchestrator.nodes.fleet import Fleet
 from orchestrator.nodes.transport import Channel
 
-READ_TIMEOUT_S = 5.0
+# Both ends of a tail say every few seconds that they are there: TCP alone would notice a cut network after minutes, or hours.
+BEAT_S = 5.0
+SILENCE_S = 30.0
+ALIVE = b"alive\n"
+GIVEN_UP = 75  # exit code of tail.py (remote/caller.py) when it has heard nothing from here for that long
 BACK_OFF_S = (0.5, 1.0, 2.0, 4.0, 8.0, 15.0)  # the last one again and again
 RECONNECT_LIMIT_S = 600.0
 FRUITLESS_LIMIT = 3  # ends of `tail.py` without a word from it, while the connection stands
@@ -66,11 +70,12 @@ class NodeTail:
     ) -> None:
         self._fleet, self._node, self._put = fleet, node, put
         self._root, self._python = place
-        self._arguments = list(arguments)
+        self._arguments = [*arguments, *(("--silence-s", f"{SILENCE_S:g}") if is_live else ())]
         self._offsets = dict(offsets)
         self._is_live = is_live
         self._channel: Channel | None = None
         self._is_draining = False
+        self._beat_s = 0.0
         self._lock = threading.Lock()  # of the channel, against a drain while it is made anew
         self._has_to_end = threading.Event()
         self.heard_s = time.monotonic()
@@ -112,22 +117,34 @@ class NodeTail:
         channel, rest = self._channel, b""
         assert channel is not None
         try:
-            while True:
-                try:
-                    data = channel.read(READ_TIMEOUT_S)
-                except TimeoutError:
-                    continue  # a quiet job; a dead link makes `read` fail through keep-alive
-                if not data:
-                    break
+            while data := self._read(channel):
                 *whole, rest = (rest + data).split(b"\n")
                 for line in whole:
                     self._take(json.loads(line))
-            code = channel.wait(READ_TIMEOUT_S)
+            code = channel.wait(BEAT_S)
+            if code == GIVEN_UP:
+                raise ConnectionError(channel.stderr().strip())
             return ("" if code == 0 else channel.stderr().strip() or f"exit code {code} of tail.py"), False
         except (OSError, EOFError, ValueError) as error:
             return str(error) or type(error).__name__, True
 
+    def _read(self, channel: Channel) -> bytes:
+        """What the node sends next; meanwhile it hears from us. Raises ConnectionError where it says nothing at all."""
+        deadline = time.monotonic() + SILENCE_S
+        while True:
+            now = time.monotonic()
+            if self._is_live and now >= self._beat_s:
+                self._beat_s = now + BEAT_S
+                channel.write(ALIVE)
+            try:
+                return channel.read(BEAT_S)
+            except TimeoutError:
+                if self._is_live and now > deadline:
+                    raise ConnectionError(f"nothing was heard from {self._node} for {SILENCE_S:g} s") from None
+
     def _take(self, message: Mapping[str, Any]) -> None:
+        if "alive" in message:
+            return
         self.heard_s = time.monotonic()
         if "data" in message:
             self._offsets[message["file"]] = message["offset"] + len(message["data"])

@@ -63,6 +63,7 @@ def up(
         record.write(RECORD, {"run_id": plan.run_id, "started_unix_s": time.time(), **label})
         record.write("lock.json", stack.lock.to_json())
         run = reference(inventory, plan.run_id, label)
+        claim.check()
         start = partial(launch.start, fleet.head, run.root, run.python, plan, label)
         if detach:
             start_only(fleet, inventory.job, run, emit, start)
