@@ -4,9 +4,12 @@ A cut network closes nothing: TCP alone would let a script wait for hours for a 
 So a caller that means to stay says a word now and then, and a script that was promised one ends without it.
 """
 
+import fcntl
 import os
 import select
 import signal
+import struct
+import termios
 import time
 
 ALIVE = b"alive\n"  # the word that asks for nothing
@@ -31,6 +34,7 @@ class Caller:
         self.was_alive = False  # `alive` was said since this was last set to False
         self._silence_s = 0.0
         self._heard_s = time.monotonic()
+        self._waiting_bytes = 0  # of which was known at the last alarm
         self.expect(silence_s)
 
     def expect(self, silence_s: float) -> None:
@@ -42,7 +46,7 @@ class Caller:
 
     def hears(self, wait_s: float) -> bool:
         """Read what comes within a time; whether stdin has ended."""
-        if not self.has_gone and is_readable(min(wait_s, LONGEST_WAIT_S)):
+        if not self.has_gone and select.select([0], [], [], min(wait_s, LONGEST_WAIT_S))[0]:
             data = os.read(0, 4096)
             self.has_gone = not data
             self.heard += data
@@ -52,8 +56,8 @@ class Caller:
                 self.was_alive = True
         return self.has_gone
 
-    def _note(self) -> None:
-        self._heard_s = time.monotonic()
+    def _note(self, waiting_bytes: int = 0) -> None:
+        self._heard_s, self._waiting_bytes = time.monotonic(), waiting_bytes
         if self._silence_s:
             signal.setitimer(signal.ITIMER_REAL, 0.0 if self.has_gone else self._silence_s)
 
@@ -61,14 +65,12 @@ class Caller:
         if self.has_gone:
             return
         late_s = time.monotonic() - self._heard_s - self._silence_s
-        if is_readable(0.0):
-            self.hears(0.0)
-        elif late_s > ASLEEP_S:
-            self._note()
-        else:
+        waiting = waiting_bytes()
+        if waiting <= self._waiting_bytes and late_s < ASLEEP_S:
             raise Gone("nothing was heard from there for %d s" % self._silence_s)
+        self._note(waiting)
 
 
-def is_readable(wait_s: float) -> bool:
-    """Whether there is something to read on stdin, within a time."""
-    return bool(select.select([0], [], [], wait_s)[0])
+def waiting_bytes() -> int:
+    """How much has come on stdin and was not read yet."""
+    return struct.unpack("i", fcntl.ioctl(0, termios.FIONREAD, b"\0" * 4))[0]

@@ -179,12 +179,15 @@ def ensure_uv(root, wheel):
     if not (os.path.exists(path) and os.path.exists(link)):
         os.makedirs(directory, mode=0o700, exist_ok=True)
         with unpack.sharing(directory):
-            partial = unpack.new_partial(directory, name)
-            extract_uv(os.path.join(root, "wheelhouse", wheel["sha256"], wheel["filename"]), os.path.join(partial, name))
-            os.rename(os.path.join(partial, name), path)
-            os.symlink(name, os.path.join(partial, "uv"))
-            os.rename(os.path.join(partial, "uv"), link)
-            os.rmdir(partial)
+            partial = unpack.partial_name(directory, name)
+            try:
+                unpack.make_partial(partial)
+                extract_uv(os.path.join(root, "wheelhouse", wheel["sha256"], wheel["filename"]), os.path.join(partial, name))
+                os.rename(os.path.join(partial, name), path)
+                os.symlink(name, os.path.join(partial, "uv"))
+                os.rename(os.path.join(partial, "uv"), link)
+            finally:
+                unpack.remove(partial)
     try:
         call([path, "--version"], {})
     except InstallError as error:

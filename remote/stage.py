@@ -75,8 +75,7 @@ def build(jobs, digest, stream):
             if not os.path.isdir(final):
                 raise
     finally:
-        shutil.rmtree(blobs, ignore_errors=True)
-        shutil.rmtree(partial, ignore_errors=True)
+        unpack.remove(blobs, partial)
     return final
 
 

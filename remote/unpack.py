@@ -18,11 +18,13 @@ import hashlib
 import json
 import os
 import shutil
+import signal
 import sys
 import tarfile
 import time
 
 PART = ".part"
+END_BYTES = 2 * tarfile.BLOCKSIZE  # of zeros, at the end of every archive
 ABANDONED_S = 24 * 3600  # a copy that another machine began on a shared disk, and has not touched for so long
 
 
@@ -33,8 +35,9 @@ def main(arguments):
     report = {"unpacked": [], "kept": []}
     try:
         os.makedirs(directory, mode=0o700, exist_ok=True)
-        with sharing(directory), tarfile.open(fileobj=sys.stdin.buffer, mode="r|") as archive:
-            unpack(archive, directory, check_sha256, report)
+        stream = Stream(sys.stdin.buffer)
+        with sharing(directory), tarfile.open(fileobj=stream, mode="r|") as archive:
+            unpack(archive, directory, check_sha256, report, stream)
     except (ValueError, OSError, tarfile.TarError, EOFError) as error:
         sys.stderr.write("unpack: {}\n".format(error))
         return 1
@@ -42,7 +45,30 @@ def main(arguments):
     return 0
 
 
-def unpack(archive, directory, check_sha256, report):
+class Stream:
+    """A tar stream that can tell whether it came to its end: tarfile takes one that is cut between two files for whole."""
+
+    def __init__(self, source):
+        self.source = source
+        self.tail = b""
+        self.size_bytes = 0
+
+    def read(self, size):
+        """As of a file."""
+        data = self.source.read(size)
+        self.tail = (self.tail + data if len(data) < END_BYTES else data)[-END_BYTES:]
+        self.size_bytes += len(data)
+        return data
+
+    def check_end(self, offset):
+        """Read what is left; raises ValueError where the archive's end is not at `offset` or behind it."""
+        while self.read(1 << 16):
+            pass
+        if self.tail.strip(b"\0") or self.size_bytes < offset + END_BYTES:
+            raise ValueError("the stream was cut")
+
+
+def unpack(archive, directory, check_sha256, report, stream):
     """Extract a tar stream below `directory`; raises ValueError for an entry that must not be unpacked."""
     current, partial, hashes = None, None, []
     try:
@@ -50,15 +76,25 @@ def unpack(archive, directory, check_sha256, report):
             top = top_level(member)
             if top != current:
                 finish(directory, current, partial, report)
-                current, partial, hashes = top, new_partial(directory, top), []
+                current, partial, hashes = top, partial_name(directory, top), []
+                make_partial(partial)
             hashes += extract(archive, member, partial)
             if check_sha256:
                 verify(member, hashes)
+        stream.check_end(archive.offset)
         finish(directory, current, partial, report)
         partial = None
     finally:
         if partial:
-            shutil.rmtree(partial, ignore_errors=True)
+            remove(partial)
+
+
+def remove(*entries):
+    """Remove what is half made, undisturbed: a caller that gives up closes stdin, and then sends SIGINT as well."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for entry in entries:
+        shutil.rmtree(entry, ignore_errors=True)
+    signal.signal(signal.SIGINT, before)
 
 
 def top_level(member):
@@ -71,11 +107,9 @@ def top_level(member):
     return parts[0]
 
 
-def new_partial(directory, top):
-    partial = partial_name(directory, top)
+def make_partial(partial):
     shutil.rmtree(partial, ignore_errors=True)
     os.mkdir(partial, 0o700)
-    return partial
 
 
 def partial_name(directory, name):

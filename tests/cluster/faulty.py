@@ -289,8 +289,8 @@ class Up:
     def check_nothing_left(self) -> None:
         """No process of ours is on either node."""
         until(lambda: not self.lab.left(), self.lab.left, 5)
-        # What waits at the end of a connection that was cut ends when TCP tries again to tell it.
-        until(lambda: not self.lab.cluster.ours(), self.lab.cluster.ours, 60)
+        # What waits at the end of a connection that was cut ends when it has heard nothing for half a minute.
+        until(lambda: not self.lab.cluster.ours(), self.lab.cluster.ours, 40)
 
     def check_logs(self, dead: str = "") -> None:
         """Every line that a rank had written is in its log, once and in order, and here as well."""

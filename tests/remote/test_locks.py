@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -286,3 +287,49 @@ def test_a_directory_that_others_may_tamper_with_is_refused(hold: Callable[..., 
         assert "not sticky" in hold("run").until("error")
     else:  # our own is mended
         hold("run").until("held")
+
+
+def test_a_silent_caller_is_not_waited_for(hold: Callable[..., Holder], node: Node) -> None:
+    """Whoever promised a word now and then and says none has gone, whatever TCP thinks: the machine is free for the next."""
+    silent = hold("silent", silence_s=1.0)
+    silent.until("held")
+    speaking = hold("speaking", share=True, silence_s=1.0)
+    speaking.until("held")
+
+    def is_over() -> bool:
+        speaking.tell("alive")
+        return silent.process.poll() is not None
+
+    until(is_over, "the end of the silent one")
+    assert silent.process.returncode == 75
+    assert speaking.process.poll() is None and listed(node) == ["speaking"]
+    speaking.end()
+    assert listed(node) == []
+
+
+def test_a_machine_that_slept_does_not_blame_its_caller(hold: Callable[..., Holder], node: Node) -> None:
+    """Stopped for longer than the limit: what the caller said meanwhile is read first."""
+    holder = hold("slept", silence_s=1.0)
+    holder.until("held")
+    os.kill(holder.process.pid, signal.SIGSTOP)
+    holder.tell("alive")
+    time.sleep(1.5)  # the alarm goes off meanwhile
+    os.kill(holder.process.pid, signal.SIGCONT)
+    for _ in range(5):
+        time.sleep(0.3)
+        holder.tell("alive")
+    assert holder.process.poll() is None and listed(node) == ["slept"]
+
+
+def test_a_run_joins_its_own_lock_before_those_who_wait(hold: Callable[..., Holder], node: Node) -> None:
+    """A second holder of the same run is not behind somebody who waits for that very run."""
+    first = hold("mine")
+    first.until("held")
+    other = hold("other")
+    other.until("busy")
+    again = hold("mine")
+    assert again.until("held") is True
+    first.end()
+    assert sorted(listed(node)) == ["mine", "other"]
+    again.end()
+    other.until("held")

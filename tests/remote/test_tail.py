@@ -306,3 +306,29 @@ def test_where_to_begin(run_dir: Path, options: list[str], expected: bytes | Non
     (run_dir / "rank-0.out").write_bytes(text)
     (run_dir / "rank-0.marks").write_text(f"100.0 4 0\n108.0 5000 0\n150.0 {len(text)} 0\n")
     assert told(run_dir, *options).get("rank-0.out", b"") == (text if expected is None else expected)
+
+
+def test_a_silent_listener_is_not_waited_for(run_dir: Path) -> None:
+    """Its link is cut: nothing is said, nothing is read, and the tail stands in a write. It ends all the same."""
+    write_record(run_dir, "status.json", **running())
+    (run_dir / "rank-0.out").write_bytes(b"x" * 5_000_000)
+    argv = [sys.executable, str(REMOTE / "tail.py"), "--run-dir", str(run_dir), "--ranks", "0", "--head", "--follow"]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen([*argv, "--silence-s", "1"], **pipes) as process:  # type: ignore[call-overload]
+        try:
+            assert process.wait(LIMIT_S) == 75
+            assert b"nothing was heard" in process.stderr.read()
+        finally:
+            process.kill()
+
+
+def test_a_listener_that_speaks_is_answered(run_dir: Path, follow: Follow) -> None:
+    """Both ends know of each other, however quiet the job is."""
+    write_record(run_dir, "status.json", **running())
+    follower = follow("--head", "--follow", "--silence-s", "2")
+    for count in range(1, 6):
+        follower.say(b"alive\n")
+        until(lambda: follower.kinds().count("alive") == count, "an answer")  # noqa: B023  called at once
+        time.sleep(0.6)
+    write_record(run_dir, "status.json", **running(state="succeeded"))
+    assert follower.end()[-1]["status"]["state"] == "succeeded"

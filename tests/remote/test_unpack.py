@@ -6,6 +6,7 @@ import hashlib
 import io
 import json
 import os
+import signal
 import subprocess
 import sys
 import tarfile
@@ -51,6 +52,15 @@ def test_a_stream_that_breaks_leaves_the_complete_entries_and_nothing_half(repos
     done = unpack(repository, tmp_path, whole[: len(whole) // 2])
     assert done.returncode == 1
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a"]
+
+
+@pytest.mark.parametrize("size", [1536, 1700, 2560], ids=["between-files", "in-a-header", "before-the-end"])
+def test_a_stream_that_breaks_between_two_files_leaves_nothing_half(repository: Path, tmp_path: Path, size: int) -> None:
+    """What has come looks like a whole archive but for its end: it is none."""
+    whole = archive({"a/x": b"\0" * 1024, "a/y": b"2" * 512})
+    done = unpack(repository, tmp_path, whole[:size])
+    assert done.returncode == 1 and b"the stream was cut" in done.stderr
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_wheel_must_have_the_hash_that_names_it(repository: Path, tmp_path: Path) -> None:
@@ -109,3 +119,24 @@ def begin(repository: Path, directory: Path) -> tuple[subprocess.Popen[bytes], b
     while not list(directory.glob(".a.*.part/a/x")):
         assert time.monotonic() < deadline and process.poll() is None
     return process, whole[1_500_000:]
+
+
+def test_who_gives_up_twice_leaves_nothing_either(repository: Path, tmp_path: Path) -> None:
+    """Stdin is closed, and while what is half made is being removed there comes a SIGINT: it is removed to the end."""
+    files = archive({f"large/{number}": b"" for number in range(20_000)})
+    command = [sys.executable, repository / "remote" / "unpack.py", tmp_path]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdin
+        process.stdin.write(files[: 512 * 20_000])
+        process.stdin.close()
+
+        def count() -> int:
+            return sum(len(names) for _, _, names in os.walk(tmp_path))
+
+        most = 0
+        while (now := count()) >= most or now < 15_000:
+            most = max(most, now)
+            assert process.poll() is None
+        process.send_signal(signal.SIGINT)
+        process.wait(60)
+    assert list(tmp_path.iterdir()) == []

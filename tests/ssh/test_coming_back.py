@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import COMMAND, REPOSITORY, ClusterTrain, LocalStack
+from commands import ClusterTrain, LocalStack
 from jobs import script
 from labs import loopback_inventory
+from running import Running
 from sshd import SSHD, SshdNode, SshdNodes
 
 pytestmark = pytest.mark.stack
@@ -56,44 +57,17 @@ def inventory(tmp_path: Path, root: Path, nodes: list[SshdNode]) -> Path:
     return loopback_inventory(tmp_path, root, nodes, ppn=1, grace_s=3)
 
 
-class Started:
-    """A command that runs while the test goes on, its output in a file."""
-
-    def __init__(self, tmp_path: Path, *arguments: str | Path) -> None:
-        environment = {**os.environ, "XDG_STATE_HOME": str(tmp_path / "state")}
-        self._output = tmp_path / f"output{time.monotonic_ns()}"
-        with self._output.open("w") as stream:
-            streams = {"stdin": subprocess.DEVNULL, "stdout": stream, "stderr": stream}
-            self.process = subprocess.Popen([COMMAND, *arguments], cwd=REPOSITORY, env=environment, **streams)
-
-    @property
-    def text(self) -> str:
-        return self._output.read_text()
-
-    def until(self, word: str) -> str:
-        deadline = time.monotonic() + LIMIT_S
-        while word not in self.text:
-            assert time.monotonic() < deadline and self.process.poll() is None, self.text
-            time.sleep(0.05)
-        return self.text
-
-    def ended(self) -> int:
-        return self.process.wait(LIMIT_S)
-
-
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Callable[..., Started]]:
-    made: list[Started] = []
+def start(tmp_path: Path) -> Iterator[Callable[..., Running]]:
+    made: list[Running] = []
 
-    def make(*arguments: str | Path) -> Started:
-        made.append(Started(tmp_path, *arguments))
+    def make(*arguments: str | Path) -> Running:
+        made.append(Running(tmp_path, *arguments))
         return made[-1]
 
     yield make
     for started in made:
-        if started.process.poll() is None:
-            started.process.kill()
-            started.process.wait()
+        started.close()
 
 
 def ticks(text: str, rank: int) -> list[str]:
@@ -111,7 +85,7 @@ def connections(node: SshdNode) -> list[int]:
 
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_broken_link_is_made_again(
-    start: Callable[..., Started], inventory: Path, tmp_path: Path, nodes: list[SshdNode], victim: int
+    start: Callable[..., Running], inventory: Path, tmp_path: Path, nodes: list[SshdNode], victim: int
 ) -> None:
     """The connection to either node is cut while `up` follows: it says so, comes back, and shows every line once and in order."""
     go = tmp_path / "go"
@@ -122,14 +96,37 @@ def test_a_broken_link_is_made_again(
     os.kill(ours, signal.SIGKILL)
     up.until(f"node{victim}: connected again")
     go.touch()
-    assert up.ended() == 0, up.text
+    assert up.ended().exit_code == 0, up.text
     assert f"node{victim}: the connection was lost" in up.text
     for rank in range(2):
         assert ticks(up.text, rank) == whole(100)
 
 
+def test_a_login_that_stands_still(start: Callable[..., Running], inventory: Path, tmp_path: Path, nodes: list[SshdNode]) -> None:
+    """sshd of our login on node1 is frozen: TCP sees nothing wrong, both ends do, and `up` logs in anew."""
+    go = tmp_path / "go"
+    up = start("up", inventory, "--", script(tmp_path, TICKS), str(go), "50")
+    up.until("r1] tick 10")
+    (ours,) = [pid for pid in connections(nodes[1]) if any("tail.py" in " ".join(p.argv) for p in below(nodes[1], pid))]
+    (tail,) = [process.pid for process in below(nodes[1], ours) if "tail.py" in " ".join(process.argv)]
+    frozen = [ours, *(process.pid for process in below(nodes[1], ours) if "sshd" in process.argv[0])]
+    for pid in frozen:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        up.until("node1: the connection was lost (nothing was heard from node1 for 30 s)")
+        up.until("node1: connected again")
+        up.wait_for(lambda: tail not in [process.pid for process in nodes[1].processes()])
+        go.touch()
+        assert up.ended().exit_code == 0, up.text
+    finally:
+        for pid in frozen:
+            os.kill(pid, signal.SIGKILL)
+    for rank in range(2):
+        assert ticks(up.text, rank) == whole(50)
+
+
 def test_sshd_of_the_head_is_killed_and_started_again(
-    start: Callable[..., Started], inventory: Path, tmp_path: Path, nodes: list[SshdNode]
+    start: Callable[..., Running], inventory: Path, tmp_path: Path, nodes: list[SshdNode]
 ) -> None:
     """No login is possible for a while: it tries again and again, and goes on where it was."""
     go, head = tmp_path / "go", nodes[0]
@@ -148,7 +145,7 @@ def test_sshd_of_the_head_is_killed_and_started_again(
         try:
             up.until("node0: connected again")
             go.touch()
-            assert up.ended() == 0, up.text
+            assert up.ended().exit_code == 0, up.text
         finally:
             again.terminate()
     for rank in range(2):
@@ -156,7 +153,7 @@ def test_sshd_of_the_head_is_killed_and_started_again(
 
 
 def test_ctrl_c_while_the_head_cannot_be_reached(
-    start: Callable[..., Started], cluster_train: ClusterTrain, inventory: Path, tmp_path: Path, nodes: list[SshdNode]
+    start: Callable[..., Running], cluster_train: ClusterTrain, inventory: Path, tmp_path: Path, nodes: list[SshdNode]
 ) -> None:
     """It is not claimed that the run was stopped: the second Ctrl-C returns, says so, and how to stop it later, which works."""
     head = nodes[0]
@@ -165,10 +162,10 @@ def test_ctrl_c_while_the_head_cannot_be_reached(
     for pid in (head.pid, *connections(head)):
         os.kill(pid, signal.SIGKILL)
     up.until("node0: the connection was lost")
-    up.process.send_signal(signal.SIGINT)
+    up.interrupt()
     up.until("Ctrl-C again")
-    up.process.send_signal(signal.SIGINT)
-    assert up.ended() == 130
+    up.interrupt()
+    assert up.ended().exit_code == 130
     assert "could NOT be stopped and may go on" in up.text and f"cluster-train stop {inventory} --run" in up.text
     with subprocess.Popen([str(SSHD), "-D", "-f", head.known_hosts.parent / "sshd_config0", "-E", head.log]) as again:
         try:
@@ -180,13 +177,13 @@ def test_ctrl_c_while_the_head_cannot_be_reached(
 
 
 def test_the_head_dies(
-    start: Callable[..., Started], inventory: Path, tmp_path: Path, nodes: list[SshdNode], sshd_factory: SshdNodes
+    start: Callable[..., Running], inventory: Path, tmp_path: Path, nodes: list[SshdNode], sshd_factory: SshdNodes
 ) -> None:
     """All of node0 is gone at once: the ranks on node1 end without it, and `up` says that the run is lost, and does not wait."""
     up = start("up", inventory, "--", script(tmp_path, TICKS), str(tmp_path / "never"), "100")
     up.until("r1] tick 10")
     sshd_factory.stop(nodes[0])
-    assert up.ended() == 1, up.text
+    assert up.ended().exit_code == 1, up.text
     assert "lost: node0 cannot be reached, and the ranks on the other nodes ended because they had lost it too" in up.text
     assert "node0: could not be asked what is left" in up.text and "Traceback" not in up.text
 
@@ -203,7 +200,7 @@ def below(node: SshdNode, pid: int) -> list[Any]:
 
 
 def test_logs_go_on_where_up_was_killed(
-    start: Callable[..., Started], cluster_train: ClusterTrain, inventory: Path, tmp_path: Path
+    start: Callable[..., Running], cluster_train: ClusterTrain, inventory: Path, tmp_path: Path
 ) -> None:
     """kill -9 of `up`: the run goes on; `logs -f` from here shows the rest, from elsewhere all, both to the same verdict."""
     go = tmp_path / "go"

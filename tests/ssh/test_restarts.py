@@ -5,15 +5,15 @@ from __future__ import annotations
 import os
 import random
 import re
-import signal
 import subprocess
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import pytest
 import yaml
-from commands import BORROWED, COMMAND, REPOSITORY, ClusterTrain, LocalStack, Ran
+from commands import BORROWED, REPOSITORY, ClusterTrain, LocalStack, Ran
+from running import Running
 from sshd import SshdNode, SshdNodes, can_mount
 
 pytestmark = pytest.mark.stack
@@ -29,40 +29,6 @@ TRAINER = (
 DDP = (str(SCRIPTS / "resumable_ddp.py"), str(STEPS), str(SAVE_STEPS))
 
 
-class Started:
-    """`up` while it runs."""
-
-    def __init__(self, command: list[str | Path], directory: Path) -> None:
-        environment = {**os.environ, "XDG_STATE_HOME": str(directory / "state")}
-        self._said: list[str] = []
-        self._process = subprocess.Popen(
-            command, cwd=REPOSITORY, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
-
-    def until(self, word: str) -> None:
-        """Read until it has said this."""
-        for line in self._out:
-            self._said.append(line)
-            if word in line:
-                return
-        raise AssertionError(f"it never said {word!r}: {''.join(self._said)[-3000:]}")
-
-    def interrupt(self) -> None:
-        self._process.send_signal(signal.SIGINT)
-
-    def ended(self) -> Ran:
-        """What it was, once it has ended."""
-        with self._process:
-            self._said += list(self._out)
-            code = self._process.wait(LIMIT_S)
-        return Ran(exit_code=code, stdout="".join(self._said), stderr="")
-
-    @property
-    def _out(self) -> IO[str]:
-        assert self._process.stdout is not None
-        return self._process.stdout
-
-
 class Pair:
     """Two nodes with homes and disks of their own, and what is typed for them."""
 
@@ -75,9 +41,9 @@ class Pair:
     def up(self, *command: str, options: Sequence[str] = (), **job: Any) -> Ran:
         return self.cluster_train("up", self.inventory(**job), "--json", *options, "--", *command)
 
-    def starting(self, *command: str, **job: Any) -> Started:
+    def starting(self, *command: str, **job: Any) -> Running:
         """The same without waiting for its end."""
-        return Started([COMMAND, "up", self.inventory(**job), "--json", "--", *command], self.file.parent)
+        return Running(self.file.parent, "up", self.inventory(**job), "--json", "--", *command)
 
     def inventory(self, *, count: int = 2, **job: Any) -> Path:
         local = yaml.safe_load((REPOSITORY / "inventories" / "local.yml").read_text())

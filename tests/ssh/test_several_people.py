@@ -7,15 +7,16 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from commands import COMMAND, REPOSITORY, ClusterTrain, LocalStack, Ran
+from commands import REPOSITORY, ClusterTrain, LocalStack
 from jobs import script
+from running import Running
 from sshd import SshdNode, SshdNodes
 
 pytestmark = pytest.mark.stack
@@ -44,7 +45,7 @@ class Lab:
 
     def __init__(self, nodes: list[SshdNode], root: Path, directory: Path) -> None:
         self.nodes, self.root, self.directory = nodes, root, directory
-        self.processes: list[subprocess.Popen[str]] = []
+        self.started: list[Running] = []
 
     def inventory(self, name: str, *numbers: int, **job: Any) -> Path:
         local = yaml.safe_load((REPOSITORY / "inventories" / "local.yml").read_text())
@@ -61,35 +62,9 @@ class Lab:
         path.write_text(yaml.safe_dump(content))
         return path
 
-    def start(self, *arguments: str | Path) -> subprocess.Popen[str]:
-        environment = {**os.environ, "XDG_STATE_HOME": str(self.directory / "state")}
-        output = self.directory / f"output{len(self.processes)}"
-        with output.open("w") as stream:
-            process = subprocess.Popen(
-                [COMMAND, *arguments],
-                cwd=REPOSITORY,
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=stream,
-                stderr=stream,
-                text=True,
-            )
-        self.processes.append(process)
-        return process
-
-    def output(self, process: subprocess.Popen[str]) -> str:
-        return (self.directory / f"output{self.processes.index(process)}").read_text()
-
-    def until(self, process: subprocess.Popen[str], word: str) -> str:
-        """What a command has printed, once the word is in it."""
-        deadline = time.monotonic() + LIMIT_S
-        while word not in (text := self.output(process)):
-            assert time.monotonic() < deadline and process.poll() is None, text
-            time.sleep(0.05)
-        return text
-
-    def ended(self, process: subprocess.Popen[str]) -> Ran:
-        return Ran(exit_code=process.wait(LIMIT_S), stdout=self.output(process), stderr="")
+    def start(self, *arguments: str | Path) -> Running:
+        self.started.append(Running(self.directory, *arguments))
+        return self.started[-1]
 
     def locks(self) -> list[str]:
         return [path.name for node in self.nodes for path in (node.home / "locks").glob("*.json")]
@@ -104,24 +79,22 @@ class Lab:
 def lab(sshd_factory: SshdNodes, tmp_path: Path, local_stack: LocalStack) -> Iterator[Lab]:
     made = Lab(sshd_factory(3), local_stack.borrowed(tmp_path / "root"), tmp_path)
     yield made
-    for process in made.processes:
-        if process.poll() is None:
-            process.kill()
-            process.wait()
+    for started in made.started:
+        started.close()
 
 
 def test_the_second_is_told_who_is_there(lab: Lab, tmp_path: Path, cluster_train: ClusterTrain) -> None:
     """Two inventories with different heads and one node in common: the second `up` names the first run and exits with 5."""
     job, go = script(tmp_path, UNTIL_TOLD), tmp_path / "go"
     first = lab.start("up", lab.inventory("one", 0, 1), "--", job, str(go))
-    lab.until(first, "r1] begun")
+    first.until("r1] begun")
     second = cluster_train("up", lab.inventory("two", 2, 1), "--", job, str(go))
     assert second.exit_code == 5, second.stderr
     assert "node1: run " in second.stderr and "(one, " in second.stderr and "there since 20" in second.stderr
     assert "--wait" in second.stderr and "--share" in second.stderr
     assert lab.locks() and not any("two" in name for name in lab.locks())
     go.touch()
-    assert lab.ended(first).exit_code == 0
+    assert first.ended().exit_code == 0
     assert lab.locks() == [] and lab.left() == []
     assert cluster_train("up", lab.inventory("two", 2, 1), "--", job, str(go)).exit_code == 0
 
@@ -132,27 +105,27 @@ def test_waiting_in_the_order_of_asking(lab: Lab, tmp_path: Path, cluster_train:
     inventory = lab.inventory("one", 0, 1)
     goes = [tmp_path / f"go{number}" for number in range(3)]
     first = lab.start("up", inventory, "--", job, str(goes[0]))
-    lab.until(first, "r1] begun")
+    first.until("r1] begun")
     waiters = []
     for go in goes[1:]:
         waiters.append(lab.start("up", inventory, "--wait", "--", job, str(go)))
-        lab.until(waiters[-1], "waiting: node")
+        waiters[-1].until("waiting: node")
     third = lab.start("up", inventory, "--wait", "--", job, str(goes[0]))
-    lab.until(third, "waiting: node")
+    third.until("waiting: node")
     states = [run["state"] for run in cluster_train("runs", inventory, "--json").result["runs"]]
     assert states == ["waiting", "waiting", "waiting", "running"]
     assert cluster_train("stop", inventory, "--json", "--run", waiting_runs(lab)[0]).exit_code == 2
-    third.send_signal(signal.SIGINT)
-    assert lab.ended(third).exit_code == 130
+    third.interrupt()
+    assert third.ended().exit_code == 130
     goes[0].touch()
-    assert lab.ended(first).exit_code == 0
-    lab.until(waiters[0], "r1] begun")
-    assert "begun" not in lab.output(waiters[1])
+    assert first.ended().exit_code == 0
+    waiters[0].until("r1] begun")
+    assert "begun" not in waiters[1].text
     goes[1].touch()
-    assert lab.ended(waiters[0]).exit_code == 0
-    lab.until(waiters[1], "r1] begun")
+    assert waiters[0].ended().exit_code == 0
+    waiters[1].until("r1] begun")
     goes[2].touch()
-    assert lab.ended(waiters[1]).exit_code == 0
+    assert waiters[1].ended().exit_code == 0
     assert lab.locks() == [] and lab.left() == []
 
 
@@ -168,7 +141,7 @@ def test_many_at_the_same_moment(lab: Lab, tmp_path: Path) -> None:
     processes = [lab.start("up", lab.inventory(f"set{i}", *numbers), "--wait", "--", job) for i, numbers in enumerate(sets)]
     spans: dict[str, list[tuple[float, float]]] = {}
     for process in processes:
-        ran = lab.ended(process)
+        ran = process.ended()
         assert ran.exit_code == 0, ran.stdout
         lines = [line.split() for line in ran.stdout.splitlines() if "] begin" in line or "] end" in line]
         for rank in ("r0]", "r1]"):
@@ -186,7 +159,7 @@ def test_sharing_and_stopping_one_of_two(lab: Lab, tmp_path: Path, cluster_train
     text = "import time\nfor tick in range(100):\n    print('tick', tick, flush=True)\n    time.sleep(0.1)"
     job, inventory = script(tmp_path, text), lab.inventory("one", 0, 1)
     first = lab.start("up", inventory, "--", job)
-    lab.until(first, "r1] tick 1")
+    first.until("r1] tick 1")
     second = cluster_train("up", inventory, "--share", "--detach", "--json", "--", job)
     assert second.exit_code == 0 and any("sharing" in event.get("text", "") for event in second.events)
     (run_id,) = {path.name.removesuffix(".json") for path in (lab.nodes[0].home / "locks").glob("*.json")} - {
@@ -194,7 +167,7 @@ def test_sharing_and_stopping_one_of_two(lab: Lab, tmp_path: Path, cluster_train
     }
     stopped = cluster_train("stop", inventory, "--run", run_id, "--json")
     assert stopped.exit_code == 0 and stopped.result["state"] == "stopped"
-    ran = lab.ended(first)
+    ran = first.ended()
     assert ran.exit_code == 0
     for rank in range(2):
         assert [line for line in ran.stdout.splitlines() if f"r{rank}]" in line] == [
@@ -207,8 +180,8 @@ def test_remains_of_a_crashed_run(lab: Lab, tmp_path: Path, cluster_train: Clust
     """All that watched over a run was killed, its script lives on: the next `up` names it and refuses; --clean ends it."""
     job, inventory = script(tmp_path, "import time\nprint('begun', flush=True)\ntime.sleep(300)"), lab.inventory("one", 0, 1)
     first = lab.start("up", inventory, "--", job)
-    lab.until(first, "r1] begun")
-    first.kill()
+    first.until("r1] begun")
+    first.process.kill()
     (run_dir,) = (lab.root / "runs").iterdir()
     stray = left_behind(lab, run_dir)
     refused = cluster_train("up", inventory, "--", script(tmp_path, "print('next')"))
@@ -233,3 +206,65 @@ def left_behind(lab: Lab, run_dir: Path) -> int:
         assert time.monotonic() < deadline, lab.left()
         time.sleep(0.05)
     return int(started.stdout)
+
+
+FAILS_UNTIL = """
+import pathlib, sys
+sys.exit(0 if pathlib.Path(sys.argv[1]).exists() else 3)
+"""
+
+
+def test_nobody_comes_between_two_attempts(lab: Lab, tmp_path: Path, cluster_train: ClusterTrain) -> None:
+    """A run that was left to itself fails and waits: no process of it is on node1 then, and yet node1 is its own."""
+    job, go = script(tmp_path, FAILS_UNTIL), tmp_path / "go"
+    inventory = lab.inventory("one", 0, 1, restarts=6)
+    assert cluster_train("up", inventory, "--detach", "--", job, str(go)).exit_code == 0
+    (run_dir,) = (lab.root / "runs").iterdir()
+    agent = next((lab.root / "agent").iterdir())
+
+    def state() -> tuple[str, int]:
+        status = json.loads((run_dir / "status.json").read_text())
+        return status["state"], len(status.get("attempts", []))
+
+    locked: list[list[str]] = []
+    deadline = time.monotonic() + LIMIT_S
+    while len(locked) < 3:
+        assert time.monotonic() < deadline and state()[0] not in ("failed", "succeeded"), state()
+        before = state()
+        command = lab.nodes[1].ssh(f"python3 {agent}/locks.py list")
+        told = subprocess.run(command, capture_output=True, text=True, check=True, timeout=LIMIT_S).stdout
+        if before[0] == "restarting" and state() == before:
+            locked.append([lock["run_id"] for lock in json.loads(told)["locks"]])
+    assert locked == [[run_dir.name]] * 3
+    refused = cluster_train("up", lab.inventory("two", 2, 1), "--", job, str(go))
+    assert refused.exit_code == 5 and f"node1: run {run_dir.name} of " in refused.stderr, refused.stderr
+    go.touch()
+    while state()[0] != "succeeded":
+        assert time.monotonic() < deadline and state()[0] != "failed", state()
+        time.sleep(0.05)
+    assert lab.locks() == []
+    assert lab.left() == []
+
+
+def test_the_keeper_of_the_locks_is_killed(lab: Lab, tmp_path: Path, cluster_train: ClusterTrain) -> None:
+    """kill -9 of what holds node1's lock from node0: before the next attempt it is held again; of the supervisor: it is free."""
+    job, go = script(tmp_path, FAILS_UNTIL), tmp_path / "go"
+    assert cluster_train("up", lab.inventory("one", 0, 1, restarts=6), "--detach", "--", job, str(go)).exit_code == 0
+    (run_dir,) = (lab.root / "runs").iterdir()
+
+    def holders() -> list[int]:
+        return [process.pid for node in lab.nodes for process in node.processes() if "holding.py" in " ".join(process.argv)]
+
+    def until(is_so: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + LIMIT_S
+        while not is_so():
+            assert time.monotonic() < deadline, (run_dir / "status.json").read_text()
+            time.sleep(0.02)
+
+    until(lambda: len(holders()) == 1)
+    (first,) = holders()
+    os.kill(first, signal.SIGKILL)
+    until(lambda: bool(holders()) and first not in holders())
+    os.kill(json.loads((run_dir / "status.json").read_text())["supervisor"]["pid"], signal.SIGKILL)
+    until(lambda: lab.left() == [])
+    assert cluster_train("up", lab.inventory("two", 2, 1), "--", script(tmp_path, "")).exit_code == 0
