@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-import io
-import tarfile
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from orchestrator.errors import CommandError, NodeError, ProvisionError
+from orchestrator.nodes.archive import Entry, archive
 from orchestrator.nodes.transport import Completed, Transport, check, parse_json, run
 
 COMMAND_TIMEOUT_S = 60
@@ -79,7 +78,7 @@ def ship(transport: Transport, root: str, python: str) -> None:
     """Put the agent on a node; raises NodeError when the node has no Python, ProvisionError when it cannot be written."""
     unpack = (sources() / "unpack.py").read_text()
     argv = [python, "-c", unpack, f"{home_relative(root)}/agent"]
-    completed = run(transport, argv, stdin=_archive(), idle_timeout_s=COMMAND_TIMEOUT_S)
+    completed = run(transport, argv, stdin=archive(map(_entry, _files())), idle_timeout_s=COMMAND_TIMEOUT_S)
     if completed.exit_code == 127:
         raise NodeError(
             f"{transport.node}: there is no {python}",
@@ -104,15 +103,6 @@ def _files() -> list[Path]:
     return sorted(path for path in sources().glob("*.py") if path.name not in NOT_SHIPPED)
 
 
-def _archive() -> bytes:
-    stream = io.BytesIO()
-    with tarfile.open(fileobj=stream, mode="w") as archive:
-        for path in _files():
-            archive.add(path, arcname=f"{digest()}/{path.name}", filter=_anonymous)
-    return stream.getvalue()
-
-
-def _anonymous(member: tarfile.TarInfo) -> tarfile.TarInfo:
-    member.uid = member.gid = 0
-    member.uname = member.gname = ""
-    return member
+def _entry(path: Path) -> Entry:
+    content = path.read_bytes()
+    return Entry(name=f"{digest()}/{path.name}", source=content, size_bytes=len(content))

@@ -18,7 +18,7 @@ from orchestrator.actions.record import RunRecord
 from orchestrator.errors import ClusterTrainError, Interrupted
 from orchestrator.nodes.fleet import Fleet
 from orchestrator.nodes.transport import Transport
-from orchestrator.planning.verdict import SHOWN_LINES, Verdict, judge
+from orchestrator.planning.verdict import FINAL_STATES, SHOWN_LINES, Verdict, judge
 from orchestrator.specs.events import Emit, Notice, Step
 from orchestrator.specs.inventory import Job
 
@@ -40,14 +40,24 @@ def attend(fleet: Fleet, job: Job, run: RunReference, record: RunRecord, emit: E
     """Start a run and follow it to its end; Ctrl-C asks it to stop and goes on following, a second one ends it at once.
 
     Raises:
-        Interrupted: after a Ctrl-C, once the run is over on every node.
+        Interrupted: after a Ctrl-C, once the run is over on every node and what it wrote has been brought back.
         UnreachableError: a connection broke and could not be made again; the run goes on.
     """
     follower = Follower(fleet, run, record, emit)
-    with _interrupts(follower.interrupt):
+    presses: list[int] = []
+
+    def press() -> None:
+        presses.append(1)
+        follower.interrupt()
+
+    with _interrupts(press):
         start()
-        outcome = _follow_to_the_end(fleet, job, run, follower, record, emit)
-    record.write("verdict.json", outcome.verdict.to_json())
+        outcome, was_stopped = _follow_to_the_end(fleet, job, run, follower, record, emit)
+    if outcome.verdict.state in FINAL_STATES:
+        record.write("verdict.json", outcome.verdict.to_json())
+    if was_stopped:
+        _fetch_unless_interrupted(fleet, job, run, record, emit, is_wanted=len(presses) == 1)
+        raise Interrupted(f"run {run.run_id} was stopped", advice=f"its record: {record.path}")
     _fetch(fleet, job, run, record, emit, is_needed=outcome.verdict.state == "succeeded")
     return outcome
 
@@ -100,7 +110,10 @@ def sweep(
     return answers
 
 
-def _follow_to_the_end(fleet: Fleet, job: Job, run: RunReference, follower: Follower, record: RunRecord, emit: Emit) -> Outcome:
+def _follow_to_the_end(
+    fleet: Fleet, job: Job, run: RunReference, follower: Follower, record: RunRecord, emit: Emit
+) -> tuple[Outcome, bool]:
+    """How it ended, and whether that was because of a Ctrl-C."""
     stopper = _Stopper(fleet, run, job.grace_s)
 
     def on_interrupt(count: int) -> bool:
@@ -113,14 +126,13 @@ def _follow_to_the_end(fleet: Fleet, job: Job, run: RunReference, follower: Foll
     followed = follower.follow(on_interrupt)
     if stopper.was_asked:
         stopper.see_through()
-        sweep(fleet, run.root, run.python, run.run_id, job.grace_s, emit, gone=followed.unheard)
-        follower.finish(look_again=True)
-        raise Interrupted(f"run {run.run_id} was stopped", advice=f"its record: {record.path}")
-    is_good = followed.status.get("state") == "succeeded"
+    is_good = followed.status.get("state") == "succeeded" and not stopper.was_asked
     if not is_good:
         sweep(fleet, run.root, run.python, run.run_id, job.grace_s, emit, gone=followed.unheard)
     follower.finish(look_again=not is_good)
-    return outcome_of(run, record, followed)
+    if stopper.was_asked:  # of a follower that was given up the last word is not known
+        followed.status.setdefault("state", "stopped")
+    return outcome_of(run, record, followed), stopper.was_asked
 
 
 class _Stopper:
@@ -180,6 +192,22 @@ def _last_lines(record: RunRecord, rank: int) -> tuple[str, ...]:
         if path.exists() and (text := path.read_text(errors="replace").strip()):
             return tuple(text.splitlines()[-SHOWN_LINES:])
     return ()
+
+
+def _fetch_unless_interrupted(
+    fleet: Fleet, job: Job, run: RunReference, record: RunRecord, emit: Emit, *, is_wanted: bool
+) -> None:
+    """Bring back what the job saved before it was stopped, unless Ctrl-C was or is pressed again."""
+    if not job.fetch:
+        return
+    try:
+        if is_wanted:
+            emit(Step(text=f"fetching {', '.join(job.fetch)}; Ctrl-C again leaves it on {fleet.head.node}"))
+            _fetch(fleet, job, run, record, emit, is_needed=False)
+            return
+    except KeyboardInterrupt:
+        pass
+    emit(Notice(text=f"job.fetch: left on {fleet.head.node}, in {run.run_dir}/work"))
 
 
 def _fetch(fleet: Fleet, job: Job, run: RunReference, record: RunRecord, emit: Emit, *, is_needed: bool) -> None:

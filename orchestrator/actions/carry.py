@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import secrets
 import shlex
-import tarfile
 import threading
 import time
 from bisect import bisect_right
@@ -18,8 +17,9 @@ from orchestrator.actions import agent
 from orchestrator.actions.resolve import wheel_path
 from orchestrator.actions.trust import planned_identity
 from orchestrator.errors import ClusterTrainError
+from orchestrator.nodes.archive import Entry, archive
 from orchestrator.nodes.fleet import Fleet
-from orchestrator.nodes.transport import CHUNK_BYTES, Transport, check, run
+from orchestrator.nodes.transport import Transport, check, run
 from orchestrator.planning.carrying import BUFFERED_BYTES, cluster_speed, feeding_pays, is_sampled, plan_carrying
 from orchestrator.planning.hops import hops_from_head, known_hosts, ssh_config
 from orchestrator.specs.events import Emit, Notice, Step, Transfer
@@ -138,7 +138,7 @@ class Carrier:
 
         def stream() -> Iterator[bytes]:
             sent, flowing_since = 0, 0.0
-            for chunk in _archive(load.wheels):
+            for chunk in archive(map(_entry, load.wheels)):
                 yield chunk
                 sent += len(chunk)
                 self._show(load, sent)
@@ -240,16 +240,6 @@ def _unpack(node: NodeFacts) -> list[str]:
     return agent.command(node.root, node.python.executable, "unpack.py", ["--sha256", f"{node.root}/wheelhouse"])
 
 
-def _archive(wheels: Sequence[LockedWheel]) -> Iterator[bytes]:
-    """A tar stream of `<sha256>/<filename>` members, without ever holding a wheel in memory."""
-    for wheel in wheels:
-        path = wheel_path(wheel)
-        member = tarfile.TarInfo(f"{wheel.sha256}/{wheel.filename}")
-        member.size = path.stat().st_size
-        member.mode = 0o644
-        yield member.tobuf(tarfile.PAX_FORMAT)
-        with path.open("rb") as content:
-            while chunk := content.read(CHUNK_BYTES):
-                yield chunk
-        yield b"\0" * (-member.size % tarfile.BLOCKSIZE)
-    yield b"\0" * tarfile.BLOCKSIZE * 2
+def _entry(wheel: LockedWheel) -> Entry:
+    path = wheel_path(wheel)
+    return Entry(name=f"{wheel.sha256}/{wheel.filename}", source=path, size_bytes=path.stat().st_size)

@@ -50,8 +50,13 @@ def _extract(archive: tarfile.TarFile, member: tarfile.TarInfo, into: Path) -> N
     target.parent.mkdir(parents=True, exist_ok=True)
     content = archive.extractfile(member)
     assert content is not None  # only a link or a device has none
-    with target.open("wb") as out:
-        shutil.copyfileobj(content, out, 1 << 20)
+    half = target.with_name(f".{target.name}.part")
+    try:
+        with half.open("wb") as out:
+            shutil.copyfileobj(content, out, 1 << 20)
+        half.replace(target)
+    finally:
+        half.unlink(missing_ok=True)
 
 
 class _Reading(io.RawIOBase):

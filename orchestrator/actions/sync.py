@@ -6,7 +6,6 @@ import hashlib
 import json
 import os
 import stat
-import tarfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,8 +16,9 @@ from orchestrator.actions.carry import COPY_IDLE_TIMEOUT_S
 from orchestrator.actions.resolve import sha256_of
 from orchestrator.actions.shared_root import by_root
 from orchestrator.errors import InventoryError
+from orchestrator.nodes.archive import Entry, archive
 from orchestrator.nodes.fleet import Fleet
-from orchestrator.nodes.transport import CHUNK_BYTES, Transport, check, parse_json, run
+from orchestrator.nodes.transport import Transport, check, parse_json, run
 from orchestrator.specs.events import Emit, Step
 from orchestrator.specs.facts import NodeFacts
 from orchestrator.specs.inventory import Job
@@ -105,8 +105,9 @@ def _send(transport: Transport, node: NodeFacts, files: JobFiles) -> list[int]:
     missing = set(answer["missing"])
     blobs = {file.sha256: file for file in files.files if file.sha256 in missing}
     argv = agent.command(node.root, node.python.executable, "stage.py", ["build", node.root, files.digest])
-    stream = _archive(manifest, list(blobs.values()))
-    completed = check(transport, argv, run(transport, argv, stdin=stream, idle_timeout_s=COPY_IDLE_TIMEOUT_S))
+    entries = [Entry(name="manifest.json", source=manifest, size_bytes=len(manifest))]
+    entries += [Entry(name=f"blobs/{sha}", source=file.source, size_bytes=file.size_bytes) for sha, file in blobs.items()]
+    completed = check(transport, argv, run(transport, argv, stdin=archive(entries), idle_timeout_s=COPY_IDLE_TIMEOUT_S))
     parse_json(transport, argv, completed.stdout)
     return [file.size_bytes for file in blobs.values()]
 
@@ -135,24 +136,3 @@ def _job_file(source: Path, name: str) -> JobFile:
     return JobFile(
         source=source, path=name, sha256=sha256_of(source), mode=stat.S_IMODE(status.st_mode), size_bytes=status.st_size
     )
-
-
-def _archive(manifest: bytes, blobs: Sequence[JobFile]) -> Iterator[bytes]:
-    yield _member("manifest.json", len(manifest)) + manifest + b"\0" * (-len(manifest) % tarfile.BLOCKSIZE)
-    for file in blobs:
-        yield _member(f"blobs/{file.sha256}", file.size_bytes)
-        with file.source.open("rb") as content:
-            left = file.size_bytes
-            while left and (chunk := content.read(min(CHUNK_BYTES, left))):
-                left -= len(chunk)
-                yield chunk
-        if left:
-            raise InventoryError(f"{file.source} became shorter while it was being sent", advice="run the command again")
-        yield b"\0" * (-file.size_bytes % tarfile.BLOCKSIZE)
-    yield b"\0" * tarfile.BLOCKSIZE * 2
-
-
-def _member(name: str, size_bytes: int) -> bytes:
-    info = tarfile.TarInfo(name)
-    info.size = size_bytes
-    return info.tobuf(tarfile.PAX_FORMAT)

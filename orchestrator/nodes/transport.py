@@ -88,7 +88,7 @@ def run(
     """Run a command to its end, whatever its exit code.
 
     Args:
-        stdin: what the command reads; an iterable is sent as it is produced.
+        stdin: what the command reads; an iterable is sent as it is produced, and what it raises is raised here.
         idle_timeout_s: how long nothing may move, neither input taken nor output made, before it is given up.
         on_line: called with each line of stdout (without its newline) as it comes; stdout is then not collected.
 
@@ -118,6 +118,8 @@ def run(
         ) from error
     finally:
         channel.close()
+    if sender.source_failure is not None:
+        raise failure_of(transport.node, sender.source_failure)
     if sender.failure is not None and exit_code == 0:
         raise CommandError(f"{transport.node}: could not send the input of: {_shown(argv)}", node=transport.node)
     return Completed(exit_code=exit_code, stdout=stdout, stderr=channel.stderr())
@@ -167,17 +169,27 @@ class _Sender(threading.Thread):
         self._channel = channel
         self._chunks = _chunks(data) if isinstance(data, bytes) else data
         self.failure: Exception | None = None
+        self.source_failure: Exception | None = None  # of what is sent: it could not be produced to its end
         self.moved = 0
 
     def run(self) -> None:
         try:
-            for chunk in self._chunks:
+            for chunk in self._produced():
                 self._channel.write(chunk)
                 self.moved += 1
             self._channel.close_stdin()
         except (OSError, EOFError, ValueError) as error:
             # The command ended without reading all: its exit code and stderr tell more than this does.
             self.failure = error
+
+    def _produced(self) -> Iterator[bytes]:
+        """The chunks as far as there are any: the command then reads the end of a stream that lacks its own."""
+        try:
+            yield from self._chunks
+        except GeneratorExit:
+            raise
+        except Exception as error:
+            self.source_failure = error
 
 
 def _read_all(channel: Channel, idle_timeout_s: float, on_line: Callable[[bytes], None] | None, sender: _Sender) -> bytes:

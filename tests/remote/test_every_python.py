@@ -5,8 +5,10 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import os
 import shutil
 import tarfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,8 @@ from wheels_by_hand import install_plan_for, make_wheel
 
 from orchestrator.actions import agent
 from orchestrator.actions.sync import JobFiles, collect, sync
+from orchestrator.errors import FleetError, ProvisionError
+from orchestrator.nodes.archive import Entry, archive
 from orchestrator.nodes.fleet import Fleet
 from orchestrator.nodes.local import LocalTransport
 from orchestrator.nodes.transport import run
@@ -75,13 +79,34 @@ def test_a_node_is_made_ready_and_left_as_it_was(interpreter: Path, home: Path, 
     assert (home / ".ssh" / "authorized_keys").read_bytes() == FOREIGN_KEYS
 
 
+def test_files_that_become_shorter_are_not_taken_for_whole(home: Path, tmp_path: Path) -> None:
+    """They shrink between the look at them and their last byte: it fails at once, says so, and leaves nothing half there."""
+    node = ANode(home, INTERPRETERS[-1])
+    facts = node.facts()
+    script, data = tmp_path / "train.py", tmp_path / "data"
+    script.write_text("")
+    data.write_bytes(b"d" * 3_000_000)
+    files = collect(Job(script=str(script), sync=[str(data)]))
+    os.truncate(data, 1_000_000)
+    with pytest.raises(FleetError, match="data became shorter while it was being sent") as failed:
+        sync(Fleet({"here": node.transport}, 1), [facts], files, lambda event: None)
+    assert failed.value.exit_code == 4
+    jobs = Path(node.root) / "jobs"
+    assert [path.name for path in jobs.rglob("*") if path.is_file() or path.name.endswith(".part")] == []
+    argv = agent.command(node.root, node.python, "unpack.py", [f"{node.root}/wheelhouse"])
+    entries = [Entry(name=f"whole/{number}", source=data, size_bytes=1_000_000) for number in range(2)]
+    with pytest.raises(ProvisionError, match="became shorter"):
+        run(node.transport, argv, stdin=archive([*entries, replace(entries[0], size_bytes=1_000_001)]), idle_timeout_s=3600)
+    assert list((Path(node.root) / "wheelhouse").iterdir()) == []
+
+
 def send_wheel(node: ANode, content: bytes) -> str:
     digest = hashlib.sha256(content).hexdigest()
     stream = io.BytesIO()
-    with tarfile.open(fileobj=stream, mode="w") as archive:
+    with tarfile.open(fileobj=stream, mode="w") as made:
         member = tarfile.TarInfo(f"{digest}/some-1.0-py3-none-any.whl")
         member.size = len(content)
-        archive.addfile(member, io.BytesIO(content))
+        made.addfile(member, io.BytesIO(content))
     answer = node.call("unpack.py", "--sha256", f"{node.root}/wheelhouse", stdin=stream.getvalue())
     assert answer == {"unpacked": [digest], "kept": []}
     return digest
@@ -97,8 +122,8 @@ def send_job(node: ANode, facts: NodeFacts, tmp_path: Path) -> JobFiles:
 
 def fetched(node: ANode, directory: str, name: str) -> bytes:
     packed = run(node.transport, agent.command(node.root, node.python, "pack.py", [directory, name]), idle_timeout_s=30)
-    with tarfile.open(fileobj=io.BytesIO(packed.stdout)) as archive:
-        content = archive.extractfile(name)
+    with tarfile.open(fileobj=io.BytesIO(packed.stdout)) as unpacked:
+        content = unpacked.extractfile(name)
         assert content
         return content.read()
 

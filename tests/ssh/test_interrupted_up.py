@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -30,6 +31,17 @@ time.sleep(300)
 """
 
 
+SAVES = """
+import os, signal, sys, time
+def save(*_):
+    os.makedirs("out", exist_ok=True)
+    with open("out/saved-" + os.environ["RANK"], "w") as out:
+        out.truncate(int(sys.argv[1]))
+    sys.exit(0)
+signal.signal(signal.SIGTERM, save)
+print("begun", flush=True)
+time.sleep(300)
+"""
 Start = Callable[..., Running]
 
 
@@ -38,8 +50,8 @@ def up(tmp_path: Path) -> Iterator[Start]:
     """Starts `up`s, and ends those that are left."""
     made: list[Running] = []
 
-    def make(inventory: Path, job: str, settings: dict[str, str] | None = None) -> Running:
-        made.append(Running(tmp_path, "up", inventory, "--", job, settings=settings))
+    def make(inventory: Path, *job: str, settings: dict[str, str] | None = None) -> Running:
+        made.append(Running(tmp_path, "up", inventory, "--", *job, settings=settings))
         return made[-1]
 
     yield make
@@ -70,7 +82,7 @@ def test_before_the_start(lab: Lab, up: Start, tmp_path: Path, phase: str) -> No
     inventory = lab.inventory(tmp_path / "lab.yml", root, "large")
     fresh = tmp_path / "cache"  # nothing is resolved yet
     settings = {**lab.settings, "XDG_CACHE_HOME": str(fresh)} if phase == "resolving" else lab.settings
-    running = up(inventory, script(tmp_path, ""), settings)
+    running = up(inventory, script(tmp_path, ""), settings=settings)
     moments: dict[str, Callable[[], bool]] = {
         "connecting": lambda: node.log.stat().st_size > log_size,
         "probing": lambda: any((node.home / "locks").glob("*.json")),
@@ -113,6 +125,41 @@ def test_from_the_start_on(two: list[SshdNode], up: Start, whole_inventory: Path
     interrupt(running, lambda: "Ctrl-C again" in running.text)
     assert running.process.wait(LIMIT_S) == 130, running.text
     assert "ending them at once" in running.text and "Traceback" not in running.text
+    assert_nothing_is_left(two, tmp_path / "root")
+
+
+@pytest.fixture
+def fetching(two: list[SshdNode], tmp_path: Path, local_stack: LocalStack) -> Path:
+    """The same, of a job whose outputs are brought back."""
+    return loopback_inventory(tmp_path, local_stack.borrowed(tmp_path / "root"), two, ppn=1, grace_s=60, fetch=["out"])
+
+
+def outputs(tmp_path: Path) -> dict[str, int]:
+    """The files that were brought back into the record, and their sizes."""
+    (record,) = (tmp_path / "state" / "cluster-train" / "runs").iterdir()
+    return {path.name: path.stat().st_size for path in (record / "out").glob("*")} if (record / "out").exists() else {}
+
+
+def test_what_was_saved_comes_back(two: list[SshdNode], up: Start, fetching: Path, tmp_path: Path) -> None:
+    """Ctrl-C: the ranks save in their grace, and `job.fetch` is brought back with the last lines and the verdict."""
+    running = up(fetching, script(tmp_path, SAVES), "1000")
+    interrupt(running, lambda: running.text.count("] begun") == 2)
+    ran = running.ended()
+    assert ran.exit_code == 130 and "fetched " in ran.stdout and "was stopped" in ran.stdout, ran.stdout
+    assert outputs(tmp_path)["saved-0"] == 1000
+    (verdict,) = (tmp_path / "state" / "cluster-train" / "runs").glob("*/verdict.json")
+    assert json.loads(verdict.read_text())["state"] == "stopped"
+    assert_nothing_is_left(two, tmp_path / "root")
+
+
+def test_a_second_ctrl_c_fetches_nothing(two: list[SshdNode], up: Start, fetching: Path, tmp_path: Path) -> None:
+    """Outputs of gigabytes: it is said where they are, and no half a file is here."""
+    running = up(fetching, script(tmp_path, SAVES), str(20 << 30))
+    interrupt(running, lambda: running.text.count("] begun") == 2)
+    interrupt(running, lambda: "Ctrl-C again leaves it on node0" in running.text)
+    ran = running.ended()
+    assert ran.exit_code == 130 and "job.fetch: left on node0, in " in ran.stdout, ran.stdout
+    assert "Traceback" not in ran.stdout and outputs(tmp_path) == {}
     assert_nothing_is_left(two, tmp_path / "root")
 
 

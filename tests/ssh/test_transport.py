@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from sshd import SshdNodes
 
-from orchestrator.errors import CommandError
+from orchestrator.errors import CommandError, ProvisionError
 from orchestrator.nodes.local import LocalTransport
 from orchestrator.nodes.ssh import SshTransport
 from orchestrator.nodes.transport import Transport, check, run
@@ -62,6 +62,17 @@ def test_megabytes_pass_both_ways_at_once(transport: Transport) -> None:
 def test_a_command_that_ends_without_reading_is_no_hang(transport: Transport) -> None:
     """Input that nobody takes does not keep us from the exit code."""
     assert run(transport, ["sh", "-c", "exit 5"], stdin=b"x" * 5_000_000, idle_timeout_s=20).exit_code == 5
+
+
+def test_what_goes_wrong_with_the_input_is_told_at_once(transport: Transport) -> None:
+    """The stream cannot be produced to its end: the command reads where it breaks off, and we are told why, not after a limit."""
+
+    def stream() -> Iterator[bytes]:
+        yield b"x" * 1_000_000
+        raise ProvisionError("the file became shorter")
+
+    with pytest.raises(ProvisionError, match="the file became shorter"):
+        run(transport, ["cat"], stdin=stream(), idle_timeout_s=3600)
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
