@@ -21,6 +21,7 @@ class Running:
         directory: where that file and the records of runs are.
         settings: environment variables beside the test's own; where pip's are among them, they are all that pip is told.
         command: what is called instead of the installed command.
+        stdin: a terminal, say.
     """
 
     def __init__(
@@ -29,6 +30,7 @@ class Running:
         *arguments: str | Path,
         settings: Mapping[str, str] | None = None,
         command: tuple[str | Path, ...] = (COMMAND,),
+        stdin: int = subprocess.DEVNULL,
     ) -> None:
         settings = settings or {}
         is_for_pip = any(name.startswith("PIP_") for name in settings)
@@ -40,7 +42,7 @@ class Running:
                 [*command, *arguments],
                 cwd=REPOSITORY,
                 env=environment,
-                stdin=subprocess.DEVNULL,
+                stdin=stdin,
                 stdout=stream,
                 stderr=stream,
                 text=True,

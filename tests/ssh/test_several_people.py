@@ -62,8 +62,8 @@ class Lab:
         path.write_text(yaml.safe_dump(content))
         return path
 
-    def start(self, *arguments: str | Path) -> Running:
-        self.started.append(Running(self.directory, *arguments))
+    def start(self, *arguments: str | Path, stdin: int = subprocess.DEVNULL) -> Running:
+        self.started.append(Running(self.directory, *arguments, stdin=stdin))
         return self.started[-1]
 
     def locks(self) -> list[str]:
@@ -193,6 +193,28 @@ def test_remains_of_a_crashed_run(lab: Lab, tmp_path: Path, cluster_train: Clust
     assert not any(process.pid == stray for node in lab.nodes for process in node.processes())
     states = {run["run_id"]: run["state"] for run in cluster_train("runs", inventory, "--json").result["runs"]}
     assert states[run_dir.name] == "failed"
+
+
+def test_a_person_at_the_terminal_is_asked(lab: Lab, tmp_path: Path) -> None:
+    """ "n" refuses and ends nothing; "y" ends what was named, and the run starts."""
+    job, inventory = script(tmp_path, "import time\nprint('begun', flush=True)\ntime.sleep(300)"), lab.inventory("one", 0, 1)
+    first = lab.start("up", inventory, "--", job)
+    first.until("r1] begun")
+    first.process.kill()
+    (run_dir,) = (lab.root / "runs").iterdir()
+    stray = left_behind(lab, run_dir)
+    script(tmp_path, "print('next')")
+    for answer, exit_code in ((b"n\n", 5), (b"y\n", 0)):
+        ours, theirs = os.openpty()
+        up = lab.start("up", inventory, "--", job, stdin=theirs)
+        up.until("Nobody watches over these any more. End them? [y/N]")
+        assert str(stray) in up.text
+        os.write(ours, answer)
+        assert up.ended().exit_code == exit_code, up.text
+        os.close(ours)
+        os.close(theirs)
+        lives = any(process.pid == stray for node in lab.nodes for process in node.processes())
+        assert lives == (exit_code == 5), up.text
 
 
 def left_behind(lab: Lab, run_dir: Path) -> int:
