@@ -26,6 +26,8 @@ def outcome_result(outcome: Outcome) -> Result:
         whose = "mpirun" if verdict.rank is None else f"rank {verdict.rank}"
         lines[1:1] = [f"last lines of {whose}:", *(f"    {line}" for line in outcome.tail)]
     lines[1:1] = _consequences(verdict)
+    if verdict.advice:
+        lines.append(f"   do: {verdict.advice}")
     document = {
         "run_id": outcome.run_id,
         **verdict.to_json(),

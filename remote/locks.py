@@ -350,7 +350,7 @@ def look(root: str) -> dict:
     """Our own runs that have living processes here, and the states of all runs that were started from this root's machine."""
     with Directory() as directory:
         held = [lock["run_id"] for lock in directory.others("")]
-    found = runs.find_all(root)[:LOOKED_AT]
+    found = runs.find_all(root, LOOKED_AT)
     tagged = processes.by_variable(records.RUN_VARIABLE)
     living = []
     for run in found:

@@ -5,6 +5,7 @@ records of other machines too: process numbers are compared on the machine that 
 """
 
 import os
+import sys
 import time
 
 import processes
@@ -148,12 +149,22 @@ def find(root: str, run_id: str) -> Run:
     return Run(run_dir, status or {"schema": 1, "run_id": run_id, "state": None, "started_unix_s": started})
 
 
-def find_all(root: str) -> list:
-    """All runs in a node's directory, newest first."""
+def find_all(root: str, limit: int = sys.maxsize) -> list:
+    """The newest runs in a node's directory, newest first; no more than these are read."""
     parent = os.path.dirname(run_directory(root, "any"))
     names = os.listdir(parent) if os.path.isdir(parent) else []
-    runs = [find(root, name) for name in names]
-    return sorted(runs, key=lambda run: run.status["started_unix_s"], reverse=True)
+    newest = sorted(names, key=lambda name: began_unix_s(os.path.join(parent, name)), reverse=True)[:limit]
+    return sorted([find(root, name) for name in newest], key=lambda run: run.status["started_unix_s"], reverse=True)
+
+
+def began_unix_s(run_dir: str) -> float:
+    """When a run's directory was made: on its head by its order, which is never written again."""
+    for path in (os.path.join(run_dir, "run.json"), run_dir):
+        try:
+            return os.stat(path).st_mtime
+        except OSError:
+            pass
+    return 0.0
 
 
 def stop(run: Run, signum: int, limit_s: float) -> bool:

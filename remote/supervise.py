@@ -74,7 +74,7 @@ def stop(options: argparse.Namespace) -> int:
 
 def status(options: argparse.Namespace) -> int:
     """Print runs with the records of their ranks in this directory."""
-    found = [runs.find(options.root, options.run)] if options.run else runs.find_all(options.root)[: options.limit]
+    found = [runs.find(options.root, options.run)] if options.run else runs.find_all(options.root, options.limit)
     told = [dict(run.status, ranks=run.ranks()) for run in found if os.path.isdir(run.run_dir)]
     beginning = [one for one in locks.beginning(options.root) if options.run in (None, one["run_id"])]
     return say({"runs": (beginning + told)[: options.limit]})

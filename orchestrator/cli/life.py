@@ -116,7 +116,7 @@ def stop(ctx: click.Context, inventory_file: str, run_id: str | None, as_json: b
 def runs(ctx: click.Context, inventory_file: str, local: bool, limit: int, log_dir: str | None, as_json: bool) -> None:
     """List the runs of a cluster, newest first: how each ended, after how long, on which nodes and stack."""
     console = Console(as_json=as_json)
-    found = life.local_runs(log_dir)[:limit] if local else life.runs(read_inventory(ctx, inventory_file, console), limit)
+    found = life.local_runs(log_dir, limit) if local else life.runs(read_inventory(ctx, inventory_file, console), limit)
     console.emit(Result(document={"runs": found}, text=runs_text(found)))
 
 

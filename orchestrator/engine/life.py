@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 from orchestrator.actions import launch
@@ -73,10 +74,10 @@ def runs(inventory: Inventory, limit: int) -> list[dict[str, Any]]:
         return [_judged(run, run["ranks"]) for run in known]
 
 
-def local_runs(log_dir: str | None) -> list[dict[str, Any]]:
-    """The runs that were started or followed from here, newest first, as far as they are known here."""
+def local_runs(log_dir: str | None, limit: int) -> list[dict[str, Any]]:
+    """The newest runs that were started or followed from here, newest first, as far as they are known here."""
     found = []
-    for record in records(log_dir):
+    for record in islice(records(log_dir), limit):
         about = {**record.read(RECORD), "state": "unknown", **record.read("status.json")}
         verdict = record.read("verdict.json") or about.get("verdict")
         found.append({**about, "verdict": verdict, "record": str(record.path)})

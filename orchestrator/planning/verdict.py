@@ -17,6 +17,12 @@ _EXIT_CODES = {
     127: "it is not there",
     255: "ssh could not log in",
 }
+# An exception of an environment that is not whole, raised while Python runs the module-level code of a package in it.
+_NOT_WHOLE = re.compile(r"(ImportError|ModuleNotFoundError|OSError|FileNotFoundError)\b")
+_IMPORTING = re.compile(r'^  File "[^"]*/envs/[0-9a-f]+/lib/[^"]*/site-packages/[^"]+", line \d+, in <module>')
+_ABSENT = re.compile(r"ModuleNotFoundError: No module named '(torch|transformers|accelerate|datasets|numpy|safetensors)\b")
+_RANK_PREFIX = re.compile(r"^\[rank\d+\]: ?")  # which torch puts before every line of a traceback
+REPAIR = "the environment may be damaged: cluster-train provision --repair   looks, and installs it anew from the wheels"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +37,7 @@ class Verdict:
         reason: {"kind", "text"} where the system knows why.
         tail: the end of that rank's log, or of mpirun's; `tail_of` says of which file.
         others: the ranks that ended because of it.
+        advice: what to do next, where that is known.
     """
 
     state: str
@@ -44,6 +51,7 @@ class Verdict:
     tail: tuple[str, ...] = ()
     tail_of: str | None = None
     others: tuple[Mapping[str, Any], ...] = ()
+    advice: str = ""
 
     def to_json(self) -> dict[str, Any]:
         """The verdict as it stands in records and `--json`."""
@@ -57,6 +65,7 @@ class Verdict:
             "kind": self.kind,
             "reason": dict(self.reason) if self.reason else None,
             "others": [dict(other) for other in self.others],
+            "advice": self.advice,
         }
 
 
@@ -105,7 +114,15 @@ def _judged(state: str, found: Mapping[str, Any]) -> Verdict:
         tail=tuple(found["tail"]),
         tail_of=found["tail_of"],
         others=tuple(found["others"]),
+        advice=_advice(found["reason"], found["tail"]),
     )
+
+
+def _advice(reason: Mapping[str, Any] | None, tail: Sequence[str]) -> str:
+    """What mends the reason, as far as it can be told from the end of the log: here, an import that failed."""
+    said = reason["text"] if reason and reason["kind"] == "exception" else ""
+    is_importing = any(_IMPORTING.match(_RANK_PREFIX.sub("", line)) for line in tail)
+    return REPAIR if _ABSENT.match(said) or (_NOT_WHOLE.match(said) and is_importing) else ""
 
 
 def _helper_that_did_not_start(lines: Sequence[str]) -> str:

@@ -37,6 +37,34 @@ def test_two_ranks_on_this_machine(cluster_train: ClusterTrain, inventory: Path,
     assert "nothing to install" in ran.stderr and "this machine" in ran.stderr
 
 
+def test_a_damaged_environment_is_recognised(
+    cluster_train: ClusterTrain, inventory: Path, tmp_path: Path, local_stack: LocalStack
+) -> None:
+    """It is complete by its record, and fails at the import: the end of the run says what mends it."""
+    with_a_torch_of_its_own(tmp_path / "root" / "envs", local_stack, "raise ImportError('undefined symbol: xyz')")
+    script = tmp_path / "train.py"
+    script.write_text("import torch")
+    ran = cluster_train("up", inventory, "--json", "--", script)
+    assert ran.exit_code == 1 and "undefined symbol: xyz" in ran.result["summary"], ran.stdout + ran.stderr
+    assert "cluster-train provision --repair" in ran.result["advice"]
+    assert "cluster-train provision --repair" in cluster_train("up", inventory, "--", script).stdout
+
+
+def with_a_torch_of_its_own(envs: Path, stack: LocalStack, source: str) -> None:
+    """Environments of which one looks like the stack's, through links, but for its torch."""
+    envs.unlink()
+    whole = stack.root / "envs" / stack.digest
+    site = envs / stack.digest / next(whole.glob("lib/python*")).relative_to(whole) / "site-packages"
+    site.mkdir(parents=True)
+    for place in (whole, whole / site.relative_to(envs / stack.digest)):
+        for path in place.iterdir():
+            target = envs / stack.digest / path.relative_to(whole)
+            if path.name not in ("lib", "torch"):
+                target.symlink_to(path)
+    (site / "torch").mkdir()
+    (site / "torch" / "__init__.py").write_text(source)
+
+
 def test_doctor_and_teardown(cluster_train: ClusterTrain, inventory: Path, tmp_path: Path, local_stack: LocalStack) -> None:
     """doctor finds no error on a machine that just trained; teardown removes what is below the root, through no link."""
     assert cluster_train("doctor", inventory, "--json").exit_code == 0

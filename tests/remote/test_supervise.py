@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -302,6 +303,12 @@ def test_runs_are_listed_newest_first(node: Node) -> None:
     assert listed("--run", "none") == []
     assert node.status("ranks-only")["state"] is None
     ranks_only.rmdir()
+    unread = node.run_dir("unread")
+    unread.mkdir()
+    (unread / "status.json").symlink_to("status.json")  # whoever opens it fails
+    os.utime(unread, (0, 0))
+    assert listed("--limit", "3") == ["c", "a", "b"]
+    shutil.rmtree(unread)
 
 
 def test_a_root_may_begin_in_the_home_directory(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:

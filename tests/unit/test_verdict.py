@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from orchestrator.planning.verdict import judge
 
 
@@ -92,3 +94,37 @@ def test_only_the_last_attempt_counts() -> None:
     verdict = judge({"state": "failed", "mpirun_exit": 3, "attempt": 2}, exits)
     assert (verdict.rank, verdict.exit_code) == (0, 3)
     assert judge({"state": "succeeded", "attempt": 2}, exits).summary == "every rank ended well, in attempt 2"
+
+
+SCRIPT = '  File "/root/.cluster-train/jobs/abc/train.py", line 3, in <module>'
+PACKAGE = '  File "/root/.cluster-train/envs/0bbe42f41a858897/lib/python3.11/site-packages/torch/__init__.py", line 9, in {}'
+
+
+@pytest.mark.parametrize(
+    ("said", "frames", "is_told"),
+    [
+        ("OSError: libtorch_cpu.so: cannot open shared object file (__init__.py:376 in __init__)", [PACKAGE], True),
+        ("ImportError: cannot import name 'x' from 'torch._C' (__init__.py:9 in <module>)", [PACKAGE], True),
+        ("ModuleNotFoundError: No module named 'torch._C' (__init__.py:9 in <module>)", ["[rank1]: " + PACKAGE], True),
+        ("ModuleNotFoundError: No module named 'torch' (train.py:3 in <module>)", [], True),
+        ("ModuleNotFoundError: No module named 'torchvision' (train.py:3 in <module>)", [], False),
+        ("OSError: [Errno 5] Input/output error (train.py:3 in <module>)", [], False),
+        ("ValueError: bad split (__init__.py:9 in load)", [PACKAGE], False),
+    ],
+)
+def test_a_damaged_environment_is_recognised(said: str, frames: list[str], is_told: bool) -> None:
+    """An import that fails within the stack leads to `provision --repair`; a fault of the script does not."""
+    tail = ["Traceback (most recent call last):", SCRIPT, *(frame.format("<module>") for frame in frames), said]
+    own: dict[str, Any] = {"kind": "exception", "summary": "rank 1 on node0 ended", "tail": tail, "tail_of": "err", "others": []}
+    own |= {"rank": 1, "node": "node0", "exit_code": 1, "signal": None, "reason": {"kind": "exception", "text": said}}
+    verdict = judge({"state": "failed", "verdict": own}, [])
+    assert ("provision --repair" in verdict.advice) == is_told
+
+
+def test_a_library_that_fails_at_work_is_not_damaged() -> None:
+    """The same exception from a function of the stack that the script has called."""
+    said = "OSError: no file named model.safetensors found (modeling_utils.py:9 in load)"
+    tail = ["Traceback (most recent call last):", SCRIPT, PACKAGE.format("from_pretrained"), said]
+    own: dict[str, Any] = {"kind": "exception", "summary": "", "tail": tail, "tail_of": "err", "others": []}
+    own |= {"rank": 1, "node": "node0", "exit_code": 1, "signal": None, "reason": {"kind": "exception", "text": said}}
+    assert judge({"state": "failed", "verdict": own}, []).advice == ""
