@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
-from commands import COMMAND, REPOSITORY, LocalStack
+from commands import LocalStack
 from jobs import script
 from labs import Lab, loopback_inventory, whole_wheels
 from running import Running
@@ -50,8 +47,8 @@ def up(tmp_path: Path) -> Iterator[Start]:
     """Starts `up`s, and ends those that are left."""
     made: list[Running] = []
 
-    def make(inventory: Path, *job: str, settings: dict[str, str] | None = None) -> Running:
-        made.append(Running(tmp_path, "up", inventory, "--", *job, settings=settings))
+    def make(inventory: Path, *job: str, options: Sequence[str] = (), settings: dict[str, str] | None = None) -> Running:
+        made.append(Running(tmp_path, "up", inventory, *options, "--", *job, settings=settings))
         return made[-1]
 
     yield make
@@ -163,16 +160,9 @@ def test_a_second_ctrl_c_fetches_nothing(two: list[SshdNode], up: Start, fetchin
     assert_nothing_is_left(two, tmp_path / "root")
 
 
-def test_detaching(two: list[SshdNode], whole_inventory: Path, tmp_path: Path) -> None:
+def test_detaching(two: list[SshdNode], up: Start, whole_inventory: Path, tmp_path: Path) -> None:
     """Ctrl-C before `up --detach` has returned: there is no run that goes on by itself."""
-    environment = {**os.environ, "XDG_STATE_HOME": str(tmp_path / "state")}
-    command = [COMMAND, "up", whole_inventory, "--detach", "--", script(tmp_path, STUBBORN)]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    with subprocess.Popen(command, cwd=REPOSITORY, env=environment, **pipes) as process:  # type: ignore[call-overload]
-        for line in process.stdout:
-            if "MASTER_ADDR=" in line:
-                process.send_signal(signal.SIGINT)
-                break
-        rest = process.stdout.read()
-        assert process.wait(LIMIT_S) == 130, rest
+    running = up(whole_inventory, script(tmp_path, STUBBORN), options=["--detach"])
+    interrupt(running, lambda: "MASTER_ADDR=" in running.text)
+    assert running.ended().exit_code == 130, running.text
     assert_nothing_is_left(two, tmp_path / "root")
