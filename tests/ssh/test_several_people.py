@@ -8,6 +8,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -290,3 +291,38 @@ def test_the_keeper_of_the_locks_is_killed(lab: Lab, tmp_path: Path, cluster_tra
     os.kill(json.loads((run_dir / "status.json").read_text())["supervisor"]["pid"], signal.SIGKILL)
     until(lambda: lab.left() == [])
     assert cluster_train("up", lab.inventory("two", 2, 1), "--", script(tmp_path, "")).exit_code == 0
+
+
+FAILS_WHEN_TOLD = """
+import pathlib, sys, time
+fail, go = map(pathlib.Path, sys.argv[1:])
+print("begun", flush=True)
+while not fail.exists():
+    time.sleep(0.05)
+sys.exit(0 if go.exists() else 3)
+"""
+
+
+def test_a_node_that_another_has_by_now_is_not_taken(lab: Lab, tmp_path: Path) -> None:
+    """The locks were lost while somebody was sharing node1: no attempt begins there before that run has ended."""
+    fail, go, told = tmp_path / "fail", tmp_path / "go", tmp_path / "told"
+    job = script(tmp_path, FAILS_WHEN_TOLD)
+    first = lab.start("up", lab.inventory("one", 0, 1, restarts=8), "--", job, str(fail), str(go))
+    first.until("r1] begun")
+    other = tmp_path / "other.py"
+    other.write_text(UNTIL_TOLD)
+    sharing = lab.start("up", lab.inventory("two", 2, 1), "--share", "--", str(other), str(told))
+    sharing.until("r1] begun")
+    # What a cut network, or kill -9, takes away: all that holds node1 for the run while no rank of it is there.
+    for process in [process for node in lab.nodes[:2] for process in node.processes()]:
+        if any(name in " ".join(process.argv) for name in ("holding.py", "locks.py")):
+            with suppress(ProcessLookupError):  # one ends with the other
+                os.kill(process.pid, signal.SIGKILL)
+    fail.touch()
+    first.until("could not begin: node1 is in use: run ")
+    go.touch()
+    told.touch()
+    assert sharing.ended().exit_code == 0
+    ran = first.ended()
+    assert ran.exit_code == 0, ran.stdout
+    assert lab.locks() == [] and lab.left() == []
