@@ -8,11 +8,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from labs import Lab, make_wheels
+from netlab import Machine, NetworkLab
 from sshd import SSHD, SshdNodes
 
 HERE = Path(__file__).parent
@@ -51,3 +52,17 @@ def _factory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SshdNodes]:
         yield nodes
     finally:
         nodes.close()
+
+
+@pytest.fixture
+def make_lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., NetworkLab]]:
+    """Starts labs of machines in namespaces that live as long as the test: see netlab.py."""
+    labs: list[NetworkLab] = []
+
+    def make(*machines: Machine) -> NetworkLab:
+        labs.append(NetworkLab(tmp_path_factory.mktemp("lab"), machines))
+        return labs[-1]
+
+    yield make
+    for lab in labs:
+        lab.close()

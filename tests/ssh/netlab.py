@@ -27,7 +27,7 @@ from commands import COMMAND, REPOSITORY, Ran
 from sshd import SSHD, make_key
 
 LIMIT_S = 120.0
-ISOLATED = ("unshare", "--net", "--mount", "--uts", "--pid", "--fork", "--kill-child", "--mount-proc")
+ISOLATED = ("unshare", "--net", "--mount", "--uts", "--ipc", "--pid", "--fork", "--kill-child", "--mount-proc")
 SETTINGS = {
     "Port": "22",
     "StrictModes": "no",
@@ -147,7 +147,7 @@ class NetworkLab:
 
     def into(self, name: str, *command: str) -> tuple[str, ...]:
         """The command line that runs a command on a machine (or on the "switch")."""
-        spaces = ("--net",) if name == "switch" else ("--net", "--mount", "--uts", "--pid")
+        spaces = ("--net",) if name == "switch" else ("--net", "--mount", "--uts", "--ipc", "--pid")
         return ("nsenter", "--target", str(self._pids[name]), *spaces, "--", *command)
 
     def _start(self, name: str, script: str) -> None:
@@ -172,7 +172,7 @@ class NetworkLab:
             **SETTINGS,
             "HostKey": home / "host_key",
             "AuthorizedKeysFile": "/srv/.ssh/authorized_keys",
-            "SetEnv": "HOME=/srv",
+            "SetEnv": "HOME=/srv CLUSTER_TRAIN_LOCKS=/srv/locks",
             "ForceCommand": START_AT_HOME,
             **machine.sshd,
         }

@@ -21,20 +21,6 @@ HIGH_PORTS = ("--dport", "1024:65535")
 PLAIN = (Machine(cards={"eth0": "10.77.0.10/24"}), Machine(cards={"ens3": "10.77.0.11/24"}))
 
 
-@pytest.fixture
-def make_lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., NetworkLab]]:
-    """Starts labs that live as long as the test."""
-    labs: list[NetworkLab] = []
-
-    def make(*machines: Machine) -> NetworkLab:
-        labs.append(NetworkLab(tmp_path_factory.mktemp("lab"), machines))
-        return labs[-1]
-
-    yield make
-    for lab in labs:
-        lab.close()
-
-
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NetworkLab]:
     """Two machines in one network, whose cards have different names; what a test changes there it puts back."""
