@@ -7,6 +7,8 @@ Each line of stdin is a JSON object with `id` and `ask`, each answer a line with
 clock                                        this machine's time
 facts                                        what probe.py and examine.py tell of it
 resolve {names}                              the addresses that it finds for each name
+occupied                                     who has this machine, and what crashed runs left here: see locks.py
+runnable {paths}                             those of these programs that are there and may be run
 listen {address, ports, token}               listen on these ports (0: any): those it got, or null
 meet {targets, token, limit_s}               call other nodes' ports: see meet.py
 run {files, commands, limit_s}               run programs at the same time: exit code, stderr, seconds
@@ -55,6 +57,19 @@ class Doctor:
 
         in_parallel(look_up, asked["names"], RESOLVE_TIMEOUT_S)
         return dict(found)
+
+    def occupied(self, _):
+        import locks
+        import processes
+        import runs
+
+        try:
+            return dict(locks.look(self.root), machine=processes.machine(), locks=locks.holders())
+        except runs.Problem as problem:
+            return {"problem": str(problem)}
+
+    def runnable(self, asked):
+        return [path for path in asked["paths"] if os.path.isfile(path) and os.access(path, os.X_OK)]
 
     def listen(self, asked):
         listener = meet.Listener(asked["address"], asked["ports"], asked["token"])

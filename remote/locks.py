@@ -348,8 +348,7 @@ class Hold:
 
 def look(root: str) -> dict:
     """Our own runs that have living processes here, and the states of all runs that were started from this root's machine."""
-    with Directory() as directory:
-        held = [lock["run_id"] for lock in directory.others("")]
+    held = [lock["run_id"] for lock in holders()]
     found = runs.find_all(root, LOOKED_AT)
     tagged = processes.by_variable(records.RUN_VARIABLE)
     living = []
@@ -362,13 +361,18 @@ def look(root: str) -> dict:
     return {"living": living, "states": {run.status["run_id"]: run.status["state"] for run in found if run.status["state"]}}
 
 
-def beginning(root: str) -> list:
-    """Our own runs that wait for this machine, or are being provisioned: as statuses, the newest first."""
+def holders() -> list:
+    """The living locks, first come first; makes no directory where there is none."""
     if not os.path.isdir(path()):
         return []
+    with Directory(is_to_be_made=False) as directory:
+        return directory.others("")
+
+
+def beginning(root: str) -> list:
+    """Our own runs that wait for this machine, or are being provisioned: as statuses, the newest first."""
     try:
-        with Directory(is_to_be_made=False) as directory:
-            own = [lock for lock in directory.others("") if lock["is_own"] and lock.get("root") == root]
+        own = [lock for lock in holders() if lock["is_own"] and lock.get("root") == root]
     except runs.Problem:
         return []
     found = []

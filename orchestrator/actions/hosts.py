@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -14,6 +16,14 @@ from orchestrator.errors import InventoryError
 from orchestrator.specs.inventory import Node
 
 DEEPEST_INCLUDE = 16  # as OpenSSH
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Alias:
+    """A name of ~/.ssh/config, and `FILE:LINE: ` where it stands."""
+
+    name: str
+    place: str
 
 
 def nodes_named(words: Sequence[str]) -> list[Node]:
@@ -32,47 +42,58 @@ def _nodes(word: str) -> list[Node]:
     if "/" in word or Path(word).is_file():
         return list(load_inventory(word).nodes)
     if "*" in word or "?" in word:
-        return [_node(name) for name in _matching(word)]
+        return [_node(alias.name, alias.place) for alias in _matching(word)]
     return [_node(word)]
 
 
-def _node(word: str) -> Node:
+def _node(word: str, place: str = "") -> Node:
     try:
         return Node.model_validate(word)
     except ValidationError:
         raise InventoryError(
-            f"{word!r} is no host", advice="write HOST, user@HOST or HOST:PORT, name a hostfile, or a pattern such as 'node*'"
+            f"{place}{word!r} is no host",
+            advice="write HOST, user@HOST or HOST:PORT, name a hostfile, or a pattern such as 'node*'",
         ) from None
 
 
-def _matching(pattern: str) -> list[str]:
+def _matching(pattern: str) -> list[_Alias]:
     config = Path("~/.ssh/config").expanduser()
-    names = dict.fromkeys(_aliases(config))
-    found = [name for name in names if fnmatchcase(name, pattern)]
+    known = {alias.name: alias for alias in _aliases(config, set())}
+    found = [alias for name, alias in known.items() if fnmatchcase(name, pattern)]
     if not found:
-        known = f"it knows {', '.join(list(names)[:10])}" if names else "it names none"
-        raise InventoryError(f"no host of {config} matches {pattern!r}", advice=f"{known}; the pattern must be quoted")
+        names = f"it knows {', '.join(list(known)[:10])}" if known else "it names none"
+        raise InventoryError(f"no host of {config} matches {pattern!r}", advice=f"{names}; the pattern must be quoted")
     return found
 
 
-def _aliases(path: Path, depth: int = 0) -> Iterator[str]:
-    """The names that stand after `Host` in an ssh_config and what it includes, without patterns."""
-    if depth > DEEPEST_INCLUDE:
+def _aliases(path: Path, read: set[Path], depth: int = 0) -> Iterator[_Alias]:
+    """The names that stand after `Host` in an ssh_config and what it includes, without patterns; no file is read twice."""
+    if depth > DEEPEST_INCLUDE or path in read or not path.is_file():
         return
+    read.add(path)
     try:
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         return
-    for line in lines:
+    for number, line in enumerate(lines, start=1):
         keyword, words = _words(line)
         if keyword == "host":
-            yield from (word for word in words if not set(word) & set("*?!"))
+            place = f"{path}:{number}: "
+            yield from (_Alias(name=word, place=place) for word in words if not set(word) & set("*?!"))
         elif keyword == "include":
             for word in words:
-                place = Path(word).expanduser()
-                base = place if place.is_absolute() else Path("~/.ssh").expanduser() / place
-                for included in sorted(base.parent.glob(base.name)):
-                    yield from _aliases(included, depth + 1)
+                for included in _included(word):
+                    yield from _aliases(included, read, depth + 1)
+
+
+def _included(word: str) -> list[Path]:
+    """The files that an Include means, relative to ~/.ssh as OpenSSH has it; none where no such user or file is."""
+    try:
+        pattern = Path("~/.ssh").expanduser() / Path(re.sub(r"\*+", "*", word)).expanduser()
+        base = Path(pattern.anchor)
+        return sorted(base.glob(str(pattern.relative_to(base))))
+    except (RuntimeError, ValueError, OSError):
+        return []
 
 
 def _words(line: str) -> tuple[str, list[str]]:

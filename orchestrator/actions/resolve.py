@@ -65,7 +65,7 @@ def lock_for(request: StackRequest, say: Callable[[str], None], *, fetch: bool =
 
     Raises ResolveError when there is no solution, a CUDA build was picked, or the indexes cannot be reached.
     """
-    path = cache_dir() / "locks" / f"{request.digest}.json"
+    path = _lock_path(request)
     stored = lock = _stored(path)
     if lock is None or (fetch and not _can_be_had(lock, request, say)):
         say(f"resolving {len(request.choice.requirements)} requirements for {request.target.label}")
@@ -75,6 +75,12 @@ def lock_for(request: StackRequest, say: Callable[[str], None], *, fetch: bool =
     if lock != stored:
         write_cached(path, json.dumps(lock.to_json(), indent=1))
     return lock
+
+
+def known_lock(request: StackRequest) -> Lock | None:
+    """The lock that answers a request, where it was resolved before and all its wheels are in the cache."""
+    lock = _stored(_lock_path(request))
+    return lock if lock and all(wheel_path(wheel).exists() for wheel in lock.all_wheels) else None
 
 
 def have_wheels(lock: Lock, request: StackRequest, say: Callable[[str], None]) -> None:
@@ -106,6 +112,10 @@ def _can_be_had(lock: Lock, request: StackRequest, say: Callable[[str], None]) -
         say(f"the wheels resolved earlier are not to be had any more: {error.message}")
         return False
     return True
+
+
+def _lock_path(request: StackRequest) -> Path:
+    return cache_dir() / "locks" / f"{request.digest}.json"
 
 
 def _stored(path: Path) -> Lock | None:

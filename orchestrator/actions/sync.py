@@ -64,6 +64,12 @@ def collect(job: Job) -> JobFiles:
 
     Raises InventoryError for a path that does not exist, or two that would come to lie at the same place.
     """
+    found = sources(job)
+    return JobFiles(script=Path(job.script or "").name, files=tuple(_job_file(source, name) for name, source in found.items()))
+
+
+def sources(job: Job) -> dict[str, Path]:
+    """What `collect` reads, by its name beside the script; raises as that does."""
     if job.script is None:
         raise InventoryError(
             "there is no training script",
@@ -77,7 +83,7 @@ def collect(job: Job) -> JobFiles:
                 raise InventoryError(f"job.sync: {source} and {found[name]} would both arrive as {name}")
     if not script.expanduser().is_file():
         raise InventoryError(f"job.script: {job.script} is not a file")
-    return JobFiles(script=script.name, files=tuple(_job_file(source, name) for name, source in found.items()))
+    return found
 
 
 def sync(fleet: Fleet, nodes: Sequence[NodeFacts], files: JobFiles, emit: Emit) -> str:

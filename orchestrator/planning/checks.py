@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from ipaddress import ip_address
 
@@ -14,13 +13,14 @@ from orchestrator.specs.health import NodeHealth
 from orchestrator.specs.inventory import Inventory
 
 SMALLEST_SHM_BYTES = 1 << 29
-SMALLEST_FREE_BYTES = 4 << 30  # the stack of torch 2.13 takes about 2 GB with its wheels
-FEWEST_INODES = 50_000  # an environment has about 30,000 files
+FREE_BYTES = 2_000_000_000  # that the stack of torch 2.13 takes with its wheels, where what is needed is not known better
+FEWEST_INODES = 34_000  # its files and directories
 FEWEST_OPEN_FILES = 1024
 FEWEST_PROCESSES = 1024  # threads count: every rank has one per core and some more
 SMALLEST_SKEW_S = 5.0
 SMALLEST_LOCKED_BYTES = 1 << 26
-SESSIONS = 3  # that `up` has open at once on one connection: following, looking, stopping
+FEWEST_SESSIONS = 2  # at once on one connection: one holds the node, in the other all else is done
+SESSIONS = 3  # that `up` uses: it follows, looks and stops at the same time
 SLOW_GOVERNORS = ("powersave", "conservative")
 PROXIES = ("hydra_bstrap_proxy", "hydra_pmi_proxy", "orted", "prted")
 ORDER = {"error": 0, "warning": 1, "note": 2}
@@ -62,11 +62,50 @@ def unreached(node: str, failure: ClusterTrainError) -> Finding:
 
 def health_findings(node: NodeFacts, health: NodeHealth, inventory: Inventory) -> Iterator[Finding]:
     """What a closer look at one node tells, beside its facts."""
-    yield from _places(node, health)
+    yield from _places(node, health, inventory)
     yield from _processors(node, health, inventory)
     yield from _limits(node, health)
-    yield from _programs(node, health, inventory)
-    yield from _remains(node, health)
+    yield from _keys(node, health)
+
+
+def room_findings(nodes: Sequence[NodeFacts], health: Mapping[str, NodeHealth]) -> Iterator[Finding]:
+    """Where an environment would not fit, as far as its size can be guessed; of nodes that have none."""
+    for node in nodes:
+        free_inodes = health[node.name].free_inodes
+        if node.disk.free_bytes < FREE_BYTES:
+            shown = f"{node.root} has {node.disk.free_bytes / 1e9:.1f} GB free, about {FREE_BYTES / 1e9:.1f} GB are needed"
+            yield error(node, "too little disk space", shown, "free some space there, or name another `root`")
+        if free_inodes is not None and free_inodes < FEWEST_INODES:
+            shown = f"{free_inodes} more files fit on {health[node.name].root.path}"
+            yield error(node, "too few files fit", shown, "remove many small files there, or name another `root`")
+
+
+def mpi_findings(head: str, health: Mapping[str, NodeHealth], runnable: Mapping[str, Sequence[str]]) -> Iterator[Finding]:
+    """An mpirun of the nodes' own that is not found on the head, or whose helper is not at the head's place on other nodes.
+
+    Args:
+        runnable: by node, those of `helpers_beside` the head's launcher that are there.
+    """
+    program = health[head].programs.get("mpirun")
+    for node, found in health.items():
+        if program is None and "mpirun" not in found.programs:
+            remedy = "set PATH where non-interactive shells read it (~/.bashrc before its `return`, or ~/.ssh/environment), or "
+            yield Finding(
+                severity="error",
+                node=node,
+                what="mpirun not found",
+                evidence=f"PATH is {found.path}",
+                remedy=f"{remedy}`mpi: impi`",
+            )
+        elif program is not None and not runnable.get(node, ["unknown"]):
+            shown = f"none of {', '.join(PROXIES)} in {program.rpartition('/')[0]}, where {head} has its mpirun"
+            remedy = "install the same MPI at the same place on all nodes, or `mpi: impi`"
+            yield Finding(severity="error", node=node, what="MPI's helper not found", evidence=shown, remedy=remedy)
+
+
+def helpers_beside(program: str) -> list[str]:
+    """One of these is started on every node by a launcher, which looks for it at its own place."""
+    return [f"{program.rpartition('/')[0]}/{name}" for name in PROXIES]
 
 
 def _clock(node: NodeFacts, skew_s: float, health: NodeHealth | None) -> Iterator[Finding]:
@@ -77,10 +116,6 @@ def _clock(node: NodeFacts, skew_s: float, health: NodeHealth | None) -> Iterato
 
 
 def _machine(node: NodeFacts, health: NodeHealth | None) -> Iterator[Finding]:
-    if node.disk.free_bytes < SMALLEST_FREE_BYTES and not node.state.envs:
-        yield error(
-            node, "too little disk space", f"{node.disk.free_bytes / 1e9:.1f} GB free", "free some, or name another `root`"
-        )
     if node.shm_bytes < SMALLEST_SHM_BYTES:
         shown = f"/dev/shm has {node.shm_bytes / 1e6:.0f} MB free"
         yield warning(node, "little shared memory", shown, "containers: --shm-size=1g; else mount -o remount,size=1g /dev/shm")
@@ -100,15 +135,13 @@ def _names(node: NodeFacts) -> Iterator[Finding]:
         yield note(node, "its name means itself only", shown, NAMES_HANDLED)
 
 
-def _places(node: NodeFacts, health: NodeHealth) -> Iterator[Finding]:
+def _places(node: NodeFacts, health: NodeHealth, inventory: Inventory) -> Iterator[Finding]:
     if health.root_error and node.disk.writable:  # rights allow it: told by `unfit` where they do not
         shown = f"{health.root.path}: {health.root_error}"
         yield error(node, "root cannot be written", shown, "free some space there, or name another `root`")
-    if health.free_inodes is not None and health.free_inodes < FEWEST_INODES and not node.state.envs:
-        shown = f"{health.free_inodes} more files fit on {health.root.path}"
-        yield error(node, "too few files fit", shown, "remove many small files there, or name another `root`")
-    if health.shm_error:
-        yield error(node, "/dev/shm cannot be written", health.shm_error, "mount it: mount -t tmpfs -o size=1g tmpfs /dev/shm")
+    if health.shm_error:  # Open MPI's daemons need it; others and DataLoader's workers only if they pass things on in memory
+        kind = error if inventory.stack.mpi == "openmpi" else warning
+        yield kind(node, "/dev/shm cannot be written", health.shm_error, "mount it: mount -t tmpfs -o size=1g tmpfs /dev/shm")
     if health.home.is_remote:
         shown = f"{health.home.path} is {health.home.filesystem}"
         yield note(node, "home on a network disk", shown, "a root in common is filled once; a local `root` imports faster")
@@ -151,27 +184,11 @@ def _limits(node: NodeFacts, health: NodeHealth) -> Iterator[Finding]:
         yield warning(node, "little memory may be locked", shown, "raise `memlock` in /etc/security/limits.conf to unlimited")
     if health.sessions is not None and health.sessions < SESSIONS:
         shown = f"{health.sessions} at once on one connection"
-        yield error(node, "sshd allows few sessions", shown, "MaxSessions 10   in /etc/ssh/sshd_config there, then reload sshd")
+        kind = error if health.sessions < FEWEST_SESSIONS else warning
+        yield kind(node, "sshd allows few sessions", shown, "MaxSessions 10   in /etc/ssh/sshd_config there, then reload sshd")
 
 
-def _programs(node: NodeFacts, health: NodeHealth, inventory: Inventory) -> Iterator[Finding]:
-    if inventory.stack.mpi != "system":
-        return  # launcher and helpers lie in the environment, and are called by their absolute paths
-    remedy = (
-        "set PATH where non-interactive shells read it (~/.bashrc before its `return`, or ~/.ssh/environment), or `mpi: impi`"
-    )
-    if "mpirun" not in health.programs:
-        yield error(node, "mpirun not found", f"PATH is {health.path}", remedy)
-    elif not any(name in health.programs for name in PROXIES):
-        shown = f"none of {', '.join(PROXIES)} on PATH, which is {health.path}"
-        yield error(node, "MPI's helper not found", shown, remedy)
-
-
-def _remains(node: NodeFacts, health: NodeHealth) -> Iterator[Finding]:
-    for run_id, count in Counter(process.run_id for process in health.processes).items():
-        first = next(process for process in health.processes if process.run_id == run_id)
-        shown = f"{count} processes of {run_id}, such as {first.pid}: {first.command[:60]}"
-        yield warning(node, "a run is alive here", shown, f"let it end, or: cluster-train stop --run {run_id}")
+def _keys(node: NodeFacts, health: NodeHealth) -> Iterator[Finding]:
     for key in health.keys:
         shown = f"{key.comment}, from {key.origin or 'anywhere'}"
         if key.is_persons:

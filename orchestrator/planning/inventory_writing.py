@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from ipaddress import ip_address
+from itertools import chain, count
 from typing import Any
 
 from orchestrator.errors import PreflightError
@@ -19,11 +20,23 @@ FIELDS = ("host", "port", "user", "key", "via", "slots")
 
 
 def named(nodes: Sequence[Node]) -> list[dict[str, Any]]:
-    """The nodes as an inventory holds them: each under its host's name, those known by addresses as node0, node1, …"""
-    return [
-        {"name": _name(node, index), **{field: value for field in FIELDS if (value := getattr(node, field)) is not None}}
-        for index, node in enumerate(nodes)
-    ]
+    """The nodes as an inventory holds them: each under its host's name, those known by addresses as node0, node1, …
+
+    No two have one name, whatever the hosts are called: what is taken gets the next number.
+    """
+    hosts = {node.name.lower() for node in nodes if not _is_address(node)}
+    used: set[str] = set()
+    rows = []
+    for index, node in enumerate(nodes):
+        choices: Iterator[str]
+        if _is_address(node):
+            choices = (name for number in count(index) if (name := f"node{number}") not in hosts)
+        else:
+            choices = chain((node.name,), (f"{node.name}-{number}" for number in count(2)))
+        name = next(name for name in choices if name.lower() not in used)
+        used.add(name.lower())
+        rows.append({"name": name, **{field: value for field in FIELDS if (value := getattr(node, field)) is not None}})
+    return rows
 
 
 def written_inventory(
@@ -108,12 +121,12 @@ def _count(fact: NodeFacts, what: str) -> int:
     return len({getattr(cpu, what) for cpu in fact.cpu.logical})
 
 
-def _name(node: Node, index: int) -> str:
+def _is_address(node: Node) -> bool:
     try:
         ip_address(node.host.partition("%")[0])
     except ValueError:
-        return node.name
-    return f"node{index}"
+        return False
+    return True
 
 
 def _flow(values: Mapping[str, Any]) -> str:

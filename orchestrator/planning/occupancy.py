@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
+
+from orchestrator.planning.preflight import Finding
+from orchestrator.specs.health import RunProcess
 
 OVER = frozenset({"succeeded", "failed", "stopped", "lost"})
 
@@ -46,6 +50,34 @@ def find_remains(looks: Mapping[str, Mapping[str, Any]]) -> tuple[Remains, ...]:
                 key = (look["machine"], run["run_id"], those[0][0])
                 found.setdefault(key, Remains(node=node, run_id=run["run_id"], processes=those))
     return tuple(found.values())
+
+
+def occupancy_findings(
+    looks: Mapping[str, Mapping[str, Any]], processes: Mapping[str, Sequence[RunProcess]]
+) -> Iterator[Finding]:
+    """Who is in the way of a new run: what `up` refuses for is an error, other processes of runs are a warning.
+
+    Args:
+        looks: what each node's doctor.py said of its locks and of our runs there, the head's first of all.
+        processes: by node, all that bear the mark of a run.
+    """
+    told: set[str] = set()
+    for node, look in looks.items():
+        for lock in look["locks"]:
+            told.add(lock["run_id"])
+            remedy = f"let it end (`up --wait` waits, `up --share` runs beside it), or: cluster-train stop --run {lock['run_id']}"
+            yield Finding(severity="error", node=node, what="a run is alive here", evidence=describe(lock), remedy=remedy)
+    for left in find_remains(looks):
+        told.add(left.run_id)
+        shown = left.text().partition(": ")[2]
+        remedy = "cluster-train up --clean   ends them first"
+        yield Finding(severity="error", node=left.node, what="a crashed run left processes", evidence=shown, remedy=remedy)
+    for node, found in processes.items():
+        for run_id, count in Counter(process.run_id for process in found if process.run_id not in told).items():
+            first = next(process for process in found if process.run_id == run_id)
+            shown = f"{count} processes of {run_id}, such as {first.pid}: {first.command[:60]}"
+            remedy = f"let it end, or: cluster-train stop --run {run_id}"
+            yield Finding(severity="warning", node=node, what="a run is alive here", evidence=shown, remedy=remedy)
 
 
 def describe(lock: Mapping[str, Any]) -> str:

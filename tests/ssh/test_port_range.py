@@ -23,7 +23,7 @@ pytestmark = [
 ]
 PORTS = (30100, 30199)
 INPUT = ("iptables", "-w", "-A", "INPUT", "-p", "tcp")
-# Two ranks that meet at MASTER_PORT, then speak MPI with each other, and tell on which ports of their machine anybody listens to others.
+# Two ranks that meet at MASTER_PORT, then speak MPI with each other, and tell on which ports of theirs anybody listens to others.
 SPEAKS_MPI = """
 import ctypes, glob, os, socket, sys, time
 rank, place = int(os.environ["RANK"]), (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
@@ -38,7 +38,8 @@ if os.path.exists(sys.prefix + "/lib/libfabric.so.1"):  # Intel MPI's own
     os.environ.update(I_MPI_ROOT=sys.prefix, FI_PROVIDER_PATH=sys.prefix + "/lib", FI_PROVIDER="tcp")
     ctypes.CDLL(sys.prefix + "/lib/libfabric.so.1", ctypes.RTLD_GLOBAL)
 mpi = ctypes.CDLL(path, mode=ctypes.RTLD_GLOBAL)
-world = ctypes.byref(ctypes.c_char.in_dll(mpi, "ompi_mpi_comm_world")) if path.endswith("40") else 0x44000000
+is_open = path.endswith("40")
+world = ctypes.byref(ctypes.c_char.in_dll(mpi, "ompi_mpi_comm_world")) if is_open else 0x44000000
 assert mpi.MPI_Init(None, None) == 0 and mpi.MPI_Barrier(world) == 0
 rows = [line.split() for name in ("tcp", "tcp6") for line in open("/proc/net/" + name)]
 ports = sorted({int(row[1].rpartition(":")[2], 16) for row in rows if row[3] == "0A" and row[1][:8] != "0100007F"})

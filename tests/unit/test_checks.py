@@ -11,7 +11,14 @@ import pytest
 
 from orchestrator.actions.model import parameter_count
 from orchestrator.errors import CommandError
-from orchestrator.planning.checks import by_severity, findings, health_findings
+from orchestrator.planning.checks import (
+    by_severity,
+    findings,
+    health_findings,
+    helpers_beside,
+    mpi_findings,
+    room_findings,
+)
 from orchestrator.planning.costs import cost_findings, memory_findings, option, step_cost
 from orchestrator.planning.preflight import Finding
 from orchestrator.planning.report import findings_text
@@ -58,8 +65,10 @@ def seen(health: NodeHealth, facts: NodeFacts | None = None, **keys: Any) -> dic
 
 
 def test_a_sound_node_has_no_findings() -> None:
-    """Also with an MPI of its own."""
+    """Whatever MPI is asked for; without shared memory Open MPI alone cannot start."""
     assert seen(HEALTH) == {} and seen(HEALTH, stack={"mpi": "system"}) == {}
+    broken = replace(HEALTH, shm_error="Read-only file system")
+    assert seen(broken, stack={"mpi": "openmpi"}) == {"/dev/shm cannot be written": "error"}
 
 
 @pytest.mark.parametrize(
@@ -67,12 +76,12 @@ def test_a_sound_node_has_no_findings() -> None:
     [
         ({"home": replace(LOCAL, filesystem="nfs4", is_remote=True)}, "home on a network disk", "note"),
         ({"root_error": "No space left on device"}, "root cannot be written", "error"),
-        ({"free_inodes": 12}, "too few files fit", "error"),
-        ({"shm_error": "No such file or directory"}, "/dev/shm cannot be written", "error"),
+        ({"shm_error": "No such file or directory"}, "/dev/shm cannot be written", "warning"),
         ({"governors": ("powersave",)}, "processors are throttled", "warning"),
         ({"limits": {"processes": 100}}, "few processes allowed", "warning"),
         ({"has_rdma": True}, "little memory may be locked", "warning"),
-        ({"sessions": 2}, "sshd allows few sessions", "error"),
+        ({"sessions": 1}, "sshd allows few sessions", "error"),
+        ({"sessions": 2}, "sshd allows few sessions", "warning"),
         (
             {"keys": (ClusterKey(comment="cluster-train:x", is_restricted=True, origin=""),)},
             "a cluster key is not restricted",
@@ -92,10 +101,26 @@ def test_each_fault_has_its_finding(changes: dict[str, Any], what: str, severity
 
 
 def test_an_mpi_of_the_nodes_own_and_its_helper() -> None:
-    """A PATH without mpirun, and one with mpirun but without what it starts on other nodes."""
-    assert seen(replace(HEALTH, programs={}), stack={"mpi": "system"}) == {"mpirun not found": "error"}
-    alone = replace(HEALTH, programs={"mpirun": "/x/mpirun"})
-    assert seen(alone, stack={"mpi": "system"}) == {"MPI's helper not found": "error"} and seen(alone) == {}
+    """A PATH without mpirun; and nodes without what node0's mpirun starts there, at its own place and nowhere else."""
+    nowhere, here = replace(HEALTH, programs={}), replace(HEALTH, programs={"mpirun": "/opt/mpi/bin/mpirun"})
+
+    def told(health: dict[str, NodeHealth], runnable: dict[str, list[str]]) -> list[tuple[str, str]]:
+        return [(one.node, one.what) for one in mpi_findings("node0", health, runnable)]
+
+    assert told({"node0": nowhere, "node1": nowhere}, {}) == [("node0", "mpirun not found"), ("node1", "mpirun not found")]
+    helper = ["/opt/mpi/bin/prted"]
+    assert "/opt/mpi/bin/prted" in helpers_beside("/opt/mpi/bin/mpirun")
+    assert told({"node0": here, "node1": nowhere}, {"node0": helper, "node1": helper}) == []
+    assert told({"node0": here, "node1": here}, {"node0": helper, "node1": []}) == [("node1", "MPI's helper not found")]
+
+
+def test_room_for_an_environment_whose_size_is_not_known() -> None:
+    """Bytes, and on some file systems files."""
+    full = replace(node(), disk=replace(node().disk, free_bytes=10**9))
+    assert [one.what for one in room_findings([full], {"node0": HEALTH})] == ["too little disk space"]
+    few = {"node0": replace(HEALTH, free_inodes=12)}
+    assert [one.what for one in room_findings([node()], few)] == ["too few files fit"]
+    assert list(room_findings([node()], {"node0": HEALTH})) == []
 
 
 def test_processors() -> None:

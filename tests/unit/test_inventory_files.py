@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import re
 from pathlib import Path
 from unittest.mock import patch
@@ -17,6 +18,7 @@ from orchestrator.actions.hosts import nodes_named
 from orchestrator.actions.inventory_file import load_inventory
 from orchestrator.errors import InventoryError
 from orchestrator.planning.inventory_text import parse_inventory
+from orchestrator.planning.inventory_writing import named
 
 HOSTFILE = b"node0 slots=2\ntrainer@node1:2\n[fe80::1]:2  # the third\nnode2 slots=2 max_slots=4\n"
 SAMPLES = [
@@ -38,10 +40,10 @@ def damaged(sample: bytes, changes: list[tuple[int, int, bytes]]) -> bytes:
     return sample
 
 
-def told_by_the_command(path: Path) -> tuple[int, str]:
-    """Exit code and stderr of `cluster-train status FILE`, in this process."""
+def told_by_the_command(*words: str) -> tuple[int, str]:
+    """Exit code and stderr of a `cluster-train` command, in this process."""
     stderr = io.StringIO()
-    with patch("sys.argv", ["cluster-train", "status", str(path)]), contextlib.redirect_stderr(stderr):
+    with patch("sys.argv", ["cluster-train", *words]), contextlib.redirect_stderr(stderr):
         return cli._run(cli.cli), stderr.getvalue()
 
 
@@ -57,9 +59,73 @@ def test_a_damaged_file_is_refused_with_file_and_line(
         load_inventory(path, {})
     except InventoryError:
         with patch.dict("os.environ", clear=True):
-            code, said = told_by_the_command(path)
+            code, said = told_by_the_command("status", str(path))
         assert code == 2 and "Traceback" not in said
         assert re.search(rf"{re.escape(str(path))}:[1-9][0-9]*: ", said), said
+
+
+PIECES = st.sampled_from(
+    [
+        *(
+            "Host",
+            "Include",
+            "Match",
+            "=",
+            " ",
+            "\t",
+            "\n",
+            '"',
+            "'",
+            "#",
+            "node1",
+            "node*",
+            "!node2",
+            "a/b",
+            "é",
+            "\0",
+            "config",
+        ),
+        *("~", "~nobody/x", "/", "..", "**", "a**b", "[", "lab.d/*", "/dev/zero", "user@node3:22", "node 4", "\x1b[2J"),
+    ]
+)
+
+
+@settings(deadline=None, max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(PIECES, max_size=25).map("".join), st.sampled_from(["*", "node?", "?*?", "no*one", "*é"]))
+def test_any_ssh_config_gives_nodes_or_one_message(tmp_path: Path, text: str, pattern: str) -> None:
+    """Files that include themselves and what is no file, names that are no hosts, quotes that do not end."""
+    (tmp_path / ".ssh" / "lab.d").mkdir(parents=True, exist_ok=True)
+    for name in ("config", "lab.d/one", "lab.d/two"):
+        (tmp_path / ".ssh" / name).write_text(f"{text}\nInclude lab.d/* config\n")
+    with patch.dict("os.environ", {"HOME": str(tmp_path)}):
+        try:
+            assert nodes_named([pattern])
+        except InventoryError:
+            code, said = told_by_the_command("init", pattern, "-o", str(tmp_path / "new.yml"))
+            assert code == 2 and "Traceback" not in said and "\x1b" not in said
+            assert re.search(r"/\.ssh/\S+:[1-9][0-9]*: .* is no host|no host of \S+config matches", said), said
+
+
+@settings(deadline=None, max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(CHANGES)
+def test_a_damaged_hostfile_is_refused_by_init_with_file_and_line(tmp_path: Path, changes: list[tuple[int, int, bytes]]) -> None:
+    """What `init` is given instead of hosts."""
+    path = tmp_path / "hosts"
+    path.write_bytes(damaged(HOSTFILE, changes))
+    try:
+        nodes = named(nodes_named([str(path)]))
+        parse_inventory(json.dumps({"nodes": nodes}), file="made.yml", environment={})
+    except InventoryError:
+        with patch.dict("os.environ", clear=True):
+            code, said = told_by_the_command("init", str(path), "-o", str(tmp_path / "new.yml"))
+        assert code == 2 and "Traceback" not in said
+        assert re.search(rf"{re.escape(str(path))}:[1-9][0-9]*: ", said), said
+
+
+def test_nodes_get_names_of_their_own() -> None:
+    """Addresses are numbered past hosts that are called so, and one host on two ports is two nodes."""
+    nodes = nodes_named(["10.0.0.1", "node0", "NODE1", "10.0.0.2", "lab:22", "lab:23"])
+    assert [one["name"] for one in named(nodes)] == ["node2", "node0", "NODE1", "node3", "lab", "lab-2"]
 
 
 @settings(deadline=None, max_examples=200)

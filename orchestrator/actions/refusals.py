@@ -1,0 +1,89 @@
+"""What `up` refuses before it starts anything, as findings: the job's files, the stack, room for it, who has the nodes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
+
+from orchestrator.actions.claim import SETTLING_LOOKS, UNUSABLE
+from orchestrator.actions.dialogue import Dialogue
+from orchestrator.actions.meeting import with_all
+from orchestrator.actions.resolve import known_lock, wheel_path
+from orchestrator.actions.sync import sources
+from orchestrator.errors import ClusterTrainError
+from orchestrator.planning.checks import helpers_beside, mpi_findings, room_findings
+from orchestrator.planning.occupancy import find_remains, occupancy_findings
+from orchestrator.planning.preflight import Finding, disagreements, unfit_for
+from orchestrator.planning.wheels import plan_stack
+from orchestrator.specs.facts import NodeFacts
+from orchestrator.specs.health import NodeHealth
+from orchestrator.specs.inventory import Inventory
+
+T = TypeVar("T")
+
+SETTLING_S = 0.5  # a run that has just ended needs a moment, which `up` gives it too
+
+
+def refusals(
+    inventory: Inventory,
+    nodes: Sequence[NodeFacts],
+    health: Mapping[str, NodeHealth],
+    dialogues: Mapping[str, Dialogue],
+    found: list[Finding],
+) -> None:
+    """Add to the findings what `up` would refuse these nodes for; the head is the first of them."""
+    head = nodes[0].name
+    if inventory.job.script is not None:
+        job = inventory.job
+        _caught("the job's files are not there", head, lambda: sources(job), found)
+    _stack(inventory, nodes, health, found)
+    if inventory.stack.mpi == "system":
+        program = health[head].programs.get("mpirun")
+        helpers = helpers_beside(program) if program else []
+        runnable = with_all(lambda _, dialogue: list(dialogue.ask("runnable", paths=helpers)), dialogues, found)
+        found += mpi_findings(head, health, runnable)
+    _occupancy(inventory, head, health, dialogues, found)
+
+
+def _stack(inventory: Inventory, nodes: Sequence[NodeFacts], health: Mapping[str, NodeHealth], found: list[Finding]) -> None:
+    """Whether the stack can be had, as far as that shows without asking an index, and fits on the nodes that lack it."""
+    if disagreements(nodes):
+        return  # which are findings already
+    request = _caught("the stack cannot be had", nodes[0].name, lambda: plan_stack(inventory.stack, nodes), found)
+    lock = known_lock(request) if request else None
+    if lock is None:
+        found += room_findings([node for node in nodes if not node.state.envs], health)
+    else:
+        lacking = [node for node in nodes if lock.digest not in node.state.envs]
+        found += unfit_for(lock, lacking, lambda wheel: wheel_path(wheel).stat().st_size)
+
+
+def _occupancy(
+    inventory: Inventory,
+    head: str,
+    health: Mapping[str, NodeHealth],
+    dialogues: Mapping[str, Dialogue],
+    found: list[Finding],
+) -> None:
+    for attempt in range(SETTLING_LOOKS):
+        looks = with_all(lambda _, dialogue: dict(dialogue.ask("occupied")), dialogues, found)
+        bad = {node: look.pop("problem") for node, look in looks.items() if "problem" in look}
+        looks = {node: look for node, look in looks.items() if look}
+        if head not in looks or not find_remains(looks):
+            break
+        if attempt < SETTLING_LOOKS - 1:
+            time.sleep(SETTLING_S)
+    for node, problem in bad.items():
+        found.append(Finding(severity="error", node=node, what="cannot be locked", evidence=problem, remedy=UNUSABLE))
+    if head in looks:
+        found += occupancy_findings(looks, {name: one.processes for name, one in health.items()})
+
+
+def _caught(what: str, head: str, action: Callable[[], T], found: list[Finding]) -> T | None:
+    """The result of what `up` does first; where it fails that is a finding."""
+    try:
+        return action()
+    except ClusterTrainError as error:
+        found.append(Finding(severity="error", node=head, what=what, evidence=error.message, remedy=error.advice))
+        return None
