@@ -25,3 +25,9 @@ def script(tmp_path: Path, text: str) -> str:
     path = tmp_path / "train.py"
     path.write_text(text)
     return str(path)
+
+
+def write_model(directory: Path, *, parameters: int) -> None:
+    """The header of a safetensors file that holds one tensor."""
+    header = f'{{"w":{{"dtype":"F32","shape":[{parameters}],"data_offsets":[0,{4 * parameters}]}}}}'.encode()
+    (directory / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)

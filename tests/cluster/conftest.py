@@ -10,7 +10,8 @@ import os
 import shlex
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -101,35 +102,49 @@ def container_cluster(
 @pytest.fixture
 def pair(container_cluster: ContainerCluster, tmp_path: Path) -> Iterator[ContainerCluster]:
     """Two more containers of the cluster's image, as new, with one volume between them."""
-    docker, made = container_cluster.docker, uuid.uuid4().hex[:8]
-    run = cluster_command.run
-    volume = run((docker, "volume", "create", f"cluster-train-test-{made}"), limit_s=30).strip()
-    public = container_cluster.key.with_suffix(".pub").read_text().strip()
-    options = ("--detach", "--init", "--volume", f"{volume}:{PLACE}", "--env", f"AUTHORIZED_KEY={public}")
+    run, docker = cluster_command.run, container_cluster.docker
+    volume = run((docker, "volume", "create", f"cluster-train-test-{uuid.uuid4().hex[:8]}"), limit_s=30).strip()
+    try:
+        with more_containers(container_cluster, tmp_path, [("--volume", f"{volume}:{PLACE}")] * 2) as cluster:
+            cluster.exec("node0", ("chown", cluster.user, PLACE))
+            yield cluster
+    finally:
+        run((docker, "volume", "rm", volume), limit_s=60)
+
+
+@pytest.fixture
+def containers_with(container_cluster: ContainerCluster, tmp_path: Path) -> Iterator[Callable[..., ContainerCluster]]:
+    """Makes more containers of the cluster's image, one for each tuple of `docker run` options, that live as long as the test."""
+    with ExitStack() as stack:
+        yield lambda *options: stack.enter_context(more_containers(container_cluster, tmp_path, options))
+
+
+@contextmanager
+def more_containers(like: ContainerCluster, directory: Path, options: Sequence[Sequence[str]]) -> Iterator[ContainerCluster]:
+    """Further containers, node0 first; what is needed to log in lies in `directory`."""
+    docker, run = like.docker, cluster_command.run
+    public = like.key.with_suffix(".pub").read_text().strip()
     containers: list[str] = []
     try:
-        for name in ("node0", "node1"):
-            command = (docker, "run", *options, "--hostname", name, "cluster-train-node")
-            containers.append(run(command, limit_s=60).strip())
+        for index, own in enumerate(options):
+            usual = ("--detach", "--init", "--env", f"AUTHORIZED_KEY={public}", "--hostname", f"node{index}")
+            containers.append(run((docker, "run", *usual, *own, "cluster-train-node"), limit_s=60).strip())
         nodes = [_node(docker, index, container) for index, container in enumerate(containers)]
         deadline = time.monotonic() + START_LIMIT_S
         while not all(cluster_command.ssh_answers(node) for node in nodes):
             assert time.monotonic() < deadline
             time.sleep(0.1)
-        cluster_command.write_known_hosts(tmp_path / "known_hosts", docker, nodes)
-        cluster = ContainerCluster(
+        cluster_command.write_known_hosts(directory / "known_hosts", docker, nodes)
+        yield ContainerCluster(
             docker=docker,
             nodes=tuple(ClusterNode(name=node.name, address=node.address, container=node.container) for node in nodes),
-            user=container_cluster.user,
-            key=container_cluster.key,
-            known_hosts=tmp_path / "known_hosts",
+            user=like.user,
+            key=like.key,
+            known_hosts=directory / "known_hosts",
         )
-        cluster.exec("node0", ("chown", cluster.user, PLACE))
-        yield cluster
     finally:
         if containers:
             run((docker, "rm", "--force", *containers), limit_s=60)
-        run((docker, "volume", "rm", volume), limit_s=60)
 
 
 def _node(docker: str, index: int, container: str) -> Any:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
 from pathlib import Path
 
 from commands import ClusterTrain
 from containers import ContainerCluster, cluster_command
+from jobs import write_model
 
 from orchestrator.actions.inventory_file import load_inventory
 
@@ -57,3 +60,31 @@ def test_init_writes_what_it_found(container_cluster: ContainerCluster, cluster_
         and [node.name for node in made.nodes] == ["node0", "node1"]
     )
     assert path.read_text().count(" on eth0") == 2 and "NUMA node" in path.read_text()
+
+
+def test_what_a_container_is_kept_from_is_told_with_its_remedy(
+    containers_with: Callable[..., ContainerCluster], cluster_train: ClusterTrain, tmp_path: Path
+) -> None:
+    """docker's limits of memory, processor time and cores, shared memory, open files and processes: on the node that has them
+    each is found, with its figure and what raises it; on the other none is."""
+    limits = ("--memory", "700m", "--cpus", "0.5", "--shm-size", "32m", "--ulimit", "nofile=512:512", "--ulimit", "nproc=700:700")
+    cluster = containers_with(("--shm-size", "1g"), (*limits, "--cpuset-cpus", "0"))
+    (tmp_path / "model").mkdir()
+    write_model(tmp_path / "model", parameters=60_000_000)
+    job = {"args": ["--model_name_or_path", str(tmp_path / "model")]}
+    ran = cluster_train("doctor", cluster.inventory(tmp_path, job=job), "--json")
+    assert ran.exit_code == 0, ran.stdout
+    told = {(one["node"], one["what"]): (one["evidence"], one["remedy"]) for one in ran.result["findings"]}
+    expected = {
+        "too little memory for the model": ("1 ranks need about 1.0 GB and activations, 0.7 GB are available", "ppn"),
+        "processor time is limited": ("time of 0.5 CPUs for 1 cores", "--cpus"),
+        "little shared memory": ("/dev/shm has 34 MB free", "--shm-size=1g"),
+        "few open files allowed": ("512", "nofile"),
+        "few processes allowed": ("700", "nproc"),
+    }
+    if (os.cpu_count() or 1) > 1:
+        expected["some CPUs are not ours"] = (f"1 of {os.cpu_count()} CPUs may be used", "handled")
+    for what, (evidence, remedy) in expected.items():
+        found = told.get(("node1", what), ("nothing", "nothing"))
+        assert found[0] == evidence and remedy in found[1], (what, found)
+        assert ("node0", what) not in told

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import socket
 import subprocess
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,10 @@ from interpreters import every_interpreter
 
 from orchestrator.specs.facts import NodeFacts
 from orchestrator.specs.health import NodeHealth
+
+sys.path.insert(0, str(REPOSITORY / "remote"))
+import examine
+import topology
 
 TOKEN = "a token of this test"
 
@@ -86,3 +91,18 @@ def test_a_stranger_on_the_port(interpreter: Path, tmp_path: Path) -> None:
 def meet(script: Script, *targets: Mapping[str, Any]) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = script.ask("meet", targets=targets, token=TOKEN, limit_s=3)
     return found
+
+
+def test_a_disk_that_other_machines_share_is_known_by_its_kind(tmp_path: Path) -> None:
+    """A mount table of a machine whose homes come over NFS and whose scratch disk is mounted over that: no kernel that tests run
+    on need have NFS. The deepest mount counts, and of two at one place the later."""
+    (tmp_path / "proc" / "self").mkdir(parents=True)
+    (tmp_path / "proc" / "self" / "mountinfo").write_text(
+        "20 1 8:1 / / rw - ext4 /dev/sda1 rw\n"
+        "30 20 0:50 / /home rw - autofs systemd-1 rw\n"
+        "31 20 0:51 /exports/home /home rw - nfs4 server:/exports/home rw,vers=4.2\n"
+        "32 31 8:2 / /home/scratch\\040disk rw - xfs /dev/sdb1 rw\n"
+    )
+    mounts = examine.read_mounts(topology.Tree(str(tmp_path)))
+    places = [examine.describe_place(path, mounts) for path in ("/home/ada", "/home/scratch disk/x", "/homes")]
+    assert [(place["filesystem"], place["is_remote"]) for place in places] == [("nfs4", True), ("xfs", False), ("ext4", False)]

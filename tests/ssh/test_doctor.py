@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from jobs import write_model
 from netlab import Machine, NetworkLab, can_isolate
 from sshd import SSHD, make_key
 
@@ -18,6 +19,17 @@ Finding = Mapping[str, str]
 FIREWALL = ("iptables", "-w", "-A", "INPUT", "-p", "tcp")
 ANSWERS_PASS = ("iptables", "-w", "-A", "INPUT", "-m", "conntrack", "--ctstate", "ESTABLISHED,RELATED", "-j", "ACCEPT")
 HIGH_PORTS = ("--dport", "1024:65535")
+# An interpreter whose clock is so many seconds ahead, for our own scripts.
+OF_ANOTHER_TIME = """#!/usr/bin/python3
+import os, runpy, sys, time
+if "-c" in sys.argv:
+    os.execv("/usr/bin/python3", sys.argv)
+true_time = time.time
+time.time = lambda: true_time() + {}
+sys.argv = sys.argv[3:]  # behind -S -E
+sys.path[0] = os.path.dirname(sys.argv[0])
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
 PLAIN = (Machine(cards={"eth0": "10.77.0.10/24"}), Machine(cards={"ens3": "10.77.0.11/24"}))
 
 
@@ -356,6 +368,61 @@ class TestOneNode:
         assert "cluster-train stop --run 20260101-lab-dead" in of(found, "node1", "a run is alive here")["remedy"]
         assert of(found, "node1", "a cluster key may log in")["evidence"] == "cluster-train:aa:10.77.0.10, from 10.77.0.10"
 
+    def test_what_others_do_there(self, make_lab: Callable[..., NetworkLab]) -> None:
+        """Whose process keeps the cores busy. The load is a stand-in: a real one needs a minute, and is that of all machines of
+        a lab; the process is real."""
+        lab = make_lab(PLAIN[0], Machine(cards={"eth0": "10.77.0.11/24"}, before=instead("/proc/loadavg", "37.50 9 5 40/200 99")))
+        busy = lab.start_on("node1", "sh", "-c", "while :; do :; done")
+        try:
+            _, found = lab.doctor()
+        finally:
+            busy.kill()
+            busy.wait()
+        one = of(found, "node1", "others use this node")
+        assert (
+            "load 37.5 on" in one["evidence"] and "root: sh -c while :; do :; done" in one["evidence"] and "top" in one["remedy"]
+        )
+
+    def test_a_clock_that_differs(self, make_lab: Callable[..., NetworkLab]) -> None:
+        """All machines of a kernel have one clock (namespaces give others for uptime alone): the interpreter is a stand-in that
+        tells node1's time two minutes ahead. A warning for minutes, an error for days."""
+        lab = make_lab(*PLAIN)
+        for node, ahead_s in (("node0", 0), ("node1", 120)):
+            interpreter = lab.home(node) / "python"
+            interpreter.write_text(OF_ANOTHER_TIME.format(ahead_s))
+            interpreter.chmod(0o755)
+        _, found = lab.doctor(stack={"python": "/srv/python"})
+        assert of(found, "node1", "clock differs")["evidence"] == "+120 s from node0's"
+        assert "timedatectl" in of(found, "node1", "clock differs")["remedy"]
+        (lab.home("node1") / "python").write_text(OF_ANOTHER_TIME.format(-3 * 86_400))
+        _, found = lab.doctor(stack={"python": "/srv/python"})
+        assert errors(found) == {("node1", "clock is wrong")}
+
+    def test_governor_and_locked_memory(self, make_lab: Callable[..., NetworkLab]) -> None:
+        """Stand-ins for files below /sys, which virtual machines do not have: a governor that saves power, two threads per core,
+        an InfiniBand card. The limit of locked memory is real."""
+        cpus, kinds = "/sys/devices/system/cpu", "/sys/class"
+        before = (
+            f"cp -r {cpus} /srv/cpu 2>/dev/null; mkdir -p /srv/cpu/cpu0/cpufreq /srv/cpu/smt; "
+            f"echo powersave > /srv/cpu/cpu0/cpufreq/scaling_governor; rm -f /srv/cpu/smt/active; echo 1 > /srv/cpu/smt/active; "
+            f"cp -r {kinds} /srv/class 2>/dev/null; rm -rf /srv/class/net; mkdir -p /srv/class/net /srv/class/infiniband/mlx5_0; "
+            f"mount --bind {kinds}/net /srv/class/net && mount --rbind /srv/class {kinds} && mount --bind /srv/cpu {cpus} && "
+            "prlimit --pid $$ --memlock=65536"
+        )
+        lab = make_lab(PLAIN[0], Machine(cards={"eth0": "10.77.0.11/24"}, before=before))
+        ran, found = lab.doctor()
+        assert ran.exit_code == 0 and ran.result["nodes"]["node1"]["has_smt"]
+        assert of(found, "node1", "processors are throttled")["evidence"] == "governor powersave"
+        assert "cpupower" in of(found, "node1", "processors are throttled")["remedy"]
+        assert of(found, "node1", "little memory may be locked")["evidence"] == "0.1 MB, with an InfiniBand card"
+        assert "memlock" in of(found, "node1", "little memory may be locked")["remedy"]
+
+
+def instead(path: str, text: str) -> str:
+    """Shell commands with which a machine has this text in the place of a file of its kernel's."""
+    name = f"/srv/instead-of-{path.rpartition('/')[2]}"
+    return f"echo '{text}' > {name} && mount --bind {name} {path}"
+
 
 def SSH(lab: NetworkLab) -> dict[str, Any]:
     return {"key": str(lab.directory / "user_key"), "known_hosts": str(lab.directory / "known_hosts"), "user": "root"}
@@ -364,9 +431,3 @@ def SSH(lab: NetworkLab) -> dict[str, Any]:
 def endpoints(lab: NetworkLab, **overrides: Any) -> list[tuple[str, str]]:
     ran, _ = lab.doctor(**overrides)
     return [(one["address"], one["interface"]) for one in ran.result["network"]["endpoints"]]
-
-
-def write_model(directory: Path, *, parameters: int) -> None:
-    """The header of a safetensors file that holds one tensor."""
-    header = f'{{"w":{{"dtype":"F32","shape":[{parameters}],"data_offsets":[0,{4 * parameters}]}}}}'.encode()
-    (directory / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
