@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable
 
@@ -54,3 +55,32 @@ def test_gloo_between_machines_whose_names_mean_loopback(debians: NetworkLab) ->
     assert sorted(re.findall(r"r(\d)\] sum 3000.0 over (.*)", ran.stdout)) == [("0", "ib0 ib0 ib0"), ("1", "ens4 ens4 ens4")]
     by_hand = debians.cluster_train("up", inventory, "--", str(script), "by-hand")
     assert by_hand.exit_code == 1 and "127.0.1.1" in by_hand.stdout
+
+
+def test_ranks_and_their_helpers_get_cores_that_are_allowed_there(
+    make_lab: Callable[..., NetworkLab], local_stack: LocalStack
+) -> None:
+    """Each rank has cores of its own, although MPI would bind it elsewhere, all of the node's are used, and a thread that oneCCL
+    pins is pinned to one of them: on node1 one core is allowed only, and others would be "pthread_create returns 22"."""
+    allowed = sorted(os.sched_getaffinity(0))
+    one = f"taskset -p -c {allowed[-1]} $$ >/dev/null"
+    lab = make_lab(Machine(cards={"eth0": "10.77.0.10/24"}), Machine(cards={"ens3": "10.77.0.11/24"}, before=one))
+    for name in lab.machines:
+        local_stack.borrowed(lab.home(name) / ".cluster-train")
+    script = lab.directory / "cores.py"
+    script.write_text(
+        "import os; print('has', sorted(os.sched_getaffinity(0)), 'workers', os.environ.get('CCL_WORKER_AFFINITY', ''),"
+        " 'threads', os.environ['OMP_NUM_THREADS'])"
+    )
+    stack = yaml.safe_load((REPOSITORY / "inventories" / "local.yml").read_text())["stack"]
+    ran = lab.cluster_train("up", lab.inventory(stack=stack, job={"script": str(script), "ppn": 2}))
+    assert ran.exit_code == 0, ran.stdout + ran.stderr
+    told = re.findall(r"\[(node\d) r(\d)\] has \[([\d, ]+)\] workers ([\d,]*) threads (\d+)", ran.stdout)
+    cores = {(node, rank): {int(core) for core in text.split(",")} for node, rank, text, _, _ in told}
+    assert sorted(cores) == [("node0", "0"), ("node0", "1"), ("node1", "2"), ("node1", "3")]
+    first, second = cores["node0", "0"], cores["node0", "1"]
+    assert first | second <= set(allowed) and (len(allowed) == 1 or not first & second)
+    assert cores["node1", "2"] == cores["node1", "3"] == {allowed[-1]}
+    for node, _, _, workers, threads in told:
+        there = set(allowed) if node == "node0" else {allowed[-1]}
+        assert {int(core) for core in workers.split(",") if core} <= there and int(threads) <= len(there)
