@@ -22,7 +22,7 @@ HIGH_PORTS = ("--dport", "1024:65535")
 # An interpreter whose clock is so many seconds ahead, for our own scripts.
 OF_ANOTHER_TIME = """#!/usr/bin/python3
 import os, runpy, sys, time
-if "-c" in sys.argv:
+if "-c" in sys.argv or not os.path.exists(sys.argv[3]):
     os.execv("/usr/bin/python3", sys.argv)
 true_time = time.time
 time.time = lambda: true_time() + {}
@@ -392,7 +392,7 @@ class TestOneNode:
             interpreter.write_text(OF_ANOTHER_TIME.format(ahead_s))
             interpreter.chmod(0o755)
         _, found = lab.doctor(stack={"python": "/srv/python"})
-        assert of(found, "node1", "clock differs")["evidence"] == "+120 s from node0's"
+        assert of(found, "node1", "clock differs").get("evidence") == "+120 s from node0's", found
         assert "timedatectl" in of(found, "node1", "clock differs")["remedy"]
         (lab.home("node1") / "python").write_text(OF_ANOTHER_TIME.format(-3 * 86_400))
         _, found = lab.doctor(stack={"python": "/srv/python"})
