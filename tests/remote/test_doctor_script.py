@@ -28,7 +28,7 @@ class Script:
 
     def __init__(self, python: Path, root: Path, *, home: Path) -> None:
         argv = [python, "-S", "-E", REPOSITORY / "remote" / "doctor.py", root, "30000-30099"]
-        environment = {"HOME": str(home), "PATH": "/usr/bin:/bin", "LC_ALL": "C"}
+        environment = {"HOME": str(home), "PATH": "/usr/bin:/bin", "LC_ALL": "C", "CLUSTER_TRAIN_LOCKS": str(home / "locks")}
         self._process = subprocess.Popen(argv, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def ask(self, question: str, **details: Any) -> Any:
@@ -56,6 +56,9 @@ def test_facts_ports_and_programs(interpreter: Path, tmp_path: Path) -> None:
         assert all(30000 <= port <= 30099 for port in facts.free_ports) and facts.free_ports
         assert health.root_error is None and health.home.path == str(tmp_path) and health.home.filesystem
         assert health.programs["ssh"] == "/usr/bin/ssh" and health.limits["open_files"] != 0
+        assert script.ask("runnable", paths=["/usr/bin/env", "/etc/hosts", "/no/such"]) == ["/usr/bin/env"]
+        told = script.ask("occupied")
+        assert told["locks"] == told["living"] == [] and told["states"] == {} and told["machine"]
         assert script.ask("resolve", names=["localhost", "no such name"])["no such name"] == []
         taken = socket.create_server(("127.0.0.1", 0))
         busy = taken.getsockname()[1]

@@ -352,6 +352,22 @@ class TestOneNode:
         assert errors(found) == {("node0", "mpirun not found"), ("node1", "mpirun not found")}
         assert "PATH is /" in of(found, "node1", "mpirun not found")["evidence"]
 
+    def test_an_mpi_that_other_nodes_do_not_have_at_its_place(self, make_lab: Callable[..., NetworkLab]) -> None:
+        """What mpirun starts on the other nodes is looked for where node0's own lies, and nowhere else."""
+        lab = make_lab(
+            Machine(cards={"eth0": "10.77.0.10/24"}, bashrc="PATH=/srv/mpi/bin:$PATH\n"),
+            Machine(cards={"eth0": "10.77.0.11/24"}, bashrc="PATH=/srv/other/bin:$PATH\n"),
+        )
+        for node, place in (("node0", "mpi"), ("node1", "other")):
+            lab.on(node, "mkdir", "-p", f"/srv/{place}/bin")
+            lab.on(node, "cp", "/bin/true", f"/srv/{place}/bin/mpirun")  # never run here
+            lab.on(node, "cp", "/bin/true", f"/srv/{place}/bin/prted")
+        _, found = lab.doctor(stack={"mpi": "system"})
+        assert errors(found) == {("node1", "MPI's helper not found")}
+        assert "/srv/mpi/bin, where node0 has its mpirun" in of(found, "node1", "MPI's helper not found")["evidence"]
+        lab.on("node1", "cp", "-r", "/srv/other", "/srv/mpi")
+        assert errors(lab.doctor(stack={"mpi": "system"})[1]) == set()
+
     def test_ranks_of_another_run_and_keys_of_ours(self, plain: NetworkLab) -> None:
         """A rank that outlived its launcher, and keys that may log in: named, with what ends or removes them."""
         keys = plain.home("node1") / ".ssh" / "authorized_keys"
