@@ -350,7 +350,7 @@ def look(root: str) -> dict:
     """Our own runs that have living processes here, and the states of all runs that were started from this root's machine."""
     held = [lock["run_id"] for lock in holders()]
     found = runs.find_all(root, LOOKED_AT)
-    tagged = processes.by_variable(records.RUN_VARIABLE)
+    tagged = processes.by_variable(records.RUN_VARIABLE) if found else {}
     living = []
     for run in found:
         those = run.living(tagged.get(run.status["run_id"], []))
