@@ -56,7 +56,7 @@ def test_facts_ports_and_programs(interpreter: Path, tmp_path: Path) -> None:
         assert all(30000 <= port <= 30099 for port in facts.free_ports) and facts.free_ports
         assert health.root_error is None and health.home.path == str(tmp_path) and health.home.filesystem
         assert health.programs["ssh"] == "/usr/bin/ssh" and health.limits["open_files"] != 0
-        assert script.ask("runnable", paths=["/usr/bin/env", "/etc/hosts", "/no/such"]) == ["/usr/bin/env"]
+        assert script.ask("runnable", paths=["/usr/bin/env", "/etc/passwd", "/no/such"]) == ["/usr/bin/env"]
         told = script.ask("occupied")
         assert told["locks"] == told["living"] == [] and told["states"] == {} and told["machine"]
         assert script.ask("resolve", names=["localhost", "no such name"])["no such name"] == []
