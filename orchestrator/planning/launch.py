@@ -197,7 +197,7 @@ def _common_variables(head: NodeFacts, ranks: Sequence[RankPlan], network: Netwo
     variables = {
         "MASTER_ADDR": network.endpoints[0].address,
         "MASTER_PORT": str(head.free_ports[0]),
-        "CCL_WORKER_COUNT": str(inventory.job.ccl_workers),
+        "CCL_WORKER_COUNT": str(max(1, inventory.job.ccl_workers)),  # none with a core of its own: it shares the rank's
     }
     threads = {rank.omp_num_threads for rank in ranks}
     return variables | ({"OMP_NUM_THREADS": str(threads.pop())} if len(threads) == 1 else {})

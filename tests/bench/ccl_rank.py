@@ -65,6 +65,8 @@ def start():
 
 
 def main():
+    own = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {own[int(os.environ["MPI_LOCALRANKID"]) % len(own)]})
     os.environ.update(RANK=os.environ["PMI_RANK"], WORLD_SIZE=os.environ["PMI_SIZE"])
     if sys.argv[1] == "ccl":
         ccl_group.register()

@@ -41,7 +41,6 @@ def start(python: Path, size: int, script: Path, *arguments: str | Path, limit_s
         "PYTHONPATH": f"{REPOSITORY / 'remote'}:{REPOSITORY / 'tests'}",
         "PYTHONWARNINGS": "ignore",
         "CLUSTER_TRAIN_ONECCL": str(oneccl_wheel.libraries()),
-        "CCL_YIELD": "sched_yield",  # there may be more ranks than cores
         "CCL_KVS_IFACE": "lo",
         "GLOO_SOCKET_IFNAME": "lo",
         "I_MPI_PIN": "0",
