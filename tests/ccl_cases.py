@@ -1,6 +1,6 @@
 """What the conformance tests of the `ccl` backend try; read by the tests and by the ranks (no torch here)."""
 
-SIZES = (2, 3, 4)  # the machine may have fewer cores: the ranks of oneCCL spin, so the larger sizes try fewer types
+SIZES = (2, 3, 4)  # the machine may have fewer cores: the larger sizes try fewer types
 INTEGERS = ("uint8", "int8", "int16", "int32", "int64", "uint16", "uint32", "uint64")
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 COMPLEX = ("complex64", "complex128")
@@ -53,3 +53,16 @@ def is_exact(operation: str, dtype: str, size: int) -> bool:
 def dtypes(size: int) -> tuple[str, ...]:
     """The types that a world of this size tries."""
     return DTYPES if size == 2 else FEWER_DTYPES
+
+
+def complaints(found: dict[str, dict[str, str]], size: int) -> list[str]:
+    """What is not as it should be in the report of one rank: {"operation dtype": {"ccl": …, "gloo": …, "same": …}}."""
+    wrong = []
+    for case, verdicts in found.items():
+        operation, dtype = case.split()
+        right = ["failed", "refused"] if is_refused(operation, dtype) else ["equal"]
+        accepted = right if is_exact(operation, dtype, size) else [*right, "close"]
+        agrees = verdicts["gloo"] not in ("equal", "close") or is_refused(operation, dtype) or verdicts["same"] in accepted
+        if verdicts["ccl"].partition(":")[0] not in accepted or not agrees:
+            wrong.append(f"{case}: {verdicts}")
+    return wrong

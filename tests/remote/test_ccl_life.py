@@ -36,6 +36,13 @@ def test_a_job_that_is_well_ends_with_0(training_python: Path, ending: str, said
     assert ended.output.count(said) >= SIZE or not said
 
 
+def test_a_job_outlives_the_time_limit_of_its_collectives(training_python: Path) -> None:
+    """The limit is of one operation: messages between pairs and a good end come after any time."""
+    ended = run(training_python, "outlives_the_limit", **SOON)
+    assert ended.exit_code == 0, ended.output
+    assert ended.output.count("sent after the limit 1.0") == SIZE
+
+
 @pytest.mark.parametrize("ending", ["raises", "exits_with_3", "is_killed"])
 def test_a_rank_that_fails_ends_the_job_at_once(training_python: Path, ending: str) -> None:
     """The others wait in a collective with a limit of ten minutes; the communicator is not destroyed."""

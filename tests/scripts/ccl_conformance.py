@@ -1,10 +1,13 @@
 """One rank of the conformance test: every case of ccl_cases.py, by ccl and by gloo, compared with what it should be.
 
-Usage: ccl_conformance.py DIRECTORY, with REMOTE and TESTS in PYTHONPATH, under mpirun. Writes DIRECTORY/<rank>.json:
+Usage: ccl_conformance.py DIRECTORY | DTYPE..., under mpirun, with tests/ccl_cases.py in the path, and remote/ unless bootstrap.py
+runs it. Writes DIRECTORY/<rank>.json, or prints, for these types alone, one JSON line:
 {"operation dtype": {"ccl": verdict, "gloo": verdict, "same": "equal" | "close" | "differs" | null where gloo lacks it}},
 where a verdict is "equal", "close", "refused: ..." or "wrong: ...".
 """
 
+import importlib
+import importlib.util
 import json
 import os
 import sys
@@ -12,7 +15,6 @@ from datetime import timedelta
 from pathlib import Path
 
 import ccl_cases
-import ccl_group
 import torch
 import torch.distributed as dist
 
@@ -245,17 +247,22 @@ def judge(operation, dtype, group):
 
 def main():
     os.environ.update(RANK=str(RANK), WORLD_SIZE=str(SIZE))
-    ccl_group.register()
+    if importlib.util.find_spec("ccl_group"):
+        importlib.import_module("ccl_group").register()
     dist.init_process_group("ccl", timeout=timedelta(seconds=120))
     gloo = dist.new_group(backend="gloo")
     report = {}
-    for dtype in ccl_cases.dtypes(SIZE):
+    chosen = [name for name in sys.argv[1:] if name in ccl_cases.DTYPES]
+    for dtype in chosen or ccl_cases.dtypes(SIZE):
         for operation in ccl_cases.OPERATIONS:
             ours, verdict = judge(operation, dtype, None)
             theirs, other = judge(operation, dtype, gloo)
             same = comparison(ours, theirs, dtype) if ours is not None and theirs is not None else None
             report[f"{operation} {dtype}"] = {"ccl": verdict, "gloo": other, "same": same}
-    Path(sys.argv[1], f"{RANK}.json").write_text(json.dumps(report))
+    if not chosen:
+        Path(sys.argv[1], f"{RANK}.json").write_text(json.dumps(report))
+    else:
+        print(json.dumps(report), flush=True)
     dist.destroy_process_group()
 
 

@@ -48,6 +48,15 @@ def leaves_work_behind():
     print(f"left {len(works)}")
 
 
+def outlives_the_limit():
+    some_collectives()
+    time.sleep(LIMIT.total_seconds() + 2)  # as a training outlives the limit of one of its collectives
+    some_collectives()
+    got = torch.zeros(1)
+    works = [dist.isend(torch.ones(1), (RANK + 1) % SIZE), dist.irecv(got, (RANK - 1) % SIZE)]
+    print(f"sent after the limit {all(work.wait() for work in works) and got.item()}")
+
+
 def raises():
     some_collectives()
     if RANK == 1:
