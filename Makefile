@@ -41,10 +41,12 @@ test: lint  ## lint, then all tests; pytest's arguments in ARGS: make test ARGS=
 demo: setup  ## train a real model with two ranks on this machine
 	$(BIN)/cluster-train up inventories/local.yml
 
-bench: setup system  ## measure launch, provisioning and following; kill 200 random processes and look at what is left
+bench: setup system  ## measure launch, provisioning, following and collectives; kill 200 random processes and look what is left
 	$(BIN)/python tests/bench/launch.py $(ARGS)
 	$(BIN)/python tests/bench/provision.py
 	$(BIN)/python tests/bench/logs.py
+	$(BIN)/python tests/bench/ccl.py --inventory inventories/local.yml --ranks 2 --repeat 3
+	$(BIN)/python tests/bench/ccl.py --inventory inventories/docker.yml --ranks 2 --repeat 3
 	$(BIN)/python tests/bench/chaos.py
 
 cluster: system  ## start the two containers of inventories/docker.yml
