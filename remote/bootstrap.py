@@ -108,9 +108,10 @@ def leave_well():
     """After a script that has ended well: end the process before the destructors of C++ libraries can abort it.
 
     Of plain DDP scripts over gloo a few in a hundred ended so with torch 2.13, all work done: "terminate called without an
-    active exception". Where MPI is loaded the end is MPI's business, and left to Python.
+    active exception". Where the script itself uses MPI the end is MPI's business, and left to Python.
     """
-    if "torch" not in sys.modules or is_mpi_loaded():
+    ends_mpi = OWN_CCL in sys.modules and sys.modules[OWN_CCL].ends_mpi()
+    if "torch" not in sys.modules or (is_mpi_loaded() and not ends_mpi):
         return
     if "threading" in sys.modules:
         sys.modules["threading"]._shutdown()  # waits for the script's own threads, as Python's end does

@@ -616,6 +616,11 @@ def meetings(size, rank):
             yield other
 
 
+def ends_mpi():
+    """Whether this backend began MPI, and will have ended it when the handlers of atexit have run."""
+    return SESSION.owns_mpi
+
+
 def fail(code):
     """Tell that this process ends with this exit code, where no uncaught exception does."""
     SESSION.failure = code

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 LOOK_S = 0.5  # how often the watch looks
+STOP_LIMIT_S = 30.0  # on a loaded machine the watch may be in the middle of a look
 GONE_S = 2.0  # an operation that runs longer than this is compared with what the other ranks have issued
 
 
@@ -125,7 +126,6 @@ class Line:
         self._thread = self._watch = None
         self._starting = threading.Lock()
         self._groups = []
-        self._is_watched = True
         self.running = None
         self.broken = None  # the error after which nothing runs any more
 
@@ -139,11 +139,14 @@ class Line:
                 self._thread.start()
                 self._watch.start()
 
-    def stop_watch(self):
+    def stop(self):
         """At the end: a thread that is inside of torch when the interpreter ends takes the process down."""
-        self._is_watched = False
-        if self._watch is not None:
-            self._watch.join(2 * LOOK_S)
+        is_stuck = self.broken is not None
+        self.broken = self.broken or dist.DistBackendError("this process has left its job")
+        self._waiting.put(None)
+        for thread in (self._watch, None if is_stuck else self._thread):
+            if thread is not None:
+                thread.join(STOP_LIMIT_S)
 
     def issue(self, operation):
         """Put an operation at the end of the line."""
@@ -165,15 +168,17 @@ class Line:
         self._fail_the_rest()
 
     def _fail_the_rest(self):
-        while True:
+        while not self._waiting.empty():
             try:
-                self._waiting.get_nowait().finish(dist.DistBackendError("not begun, because earlier %s" % self.broken))
+                operation = self._waiting.get_nowait()
             except queue.Empty:
                 return
+            if operation is not None:
+                operation.finish(dist.DistBackendError("not begun, because earlier %s" % self.broken))
 
     def _work(self):
-        while True:
-            self._execute(self._waiting.get())
+        for operation in iter(self._waiting.get, None):
+            self._execute(operation)
 
     def _execute(self, operation):
         before, self.running = self.running, operation
@@ -181,7 +186,7 @@ class Line:
         self.running = before
 
     def _look(self):
-        while self.broken is None and self._is_watched:
+        while self.broken is None:
             time.sleep(min([LOOK_S] + [group.limit_s / 5 for group in self._groups]))
             operation = self.running
             try:

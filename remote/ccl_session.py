@@ -23,7 +23,7 @@ class Session:
     def __init__(self):
         self.groups = []
         self.failure = None  # the exit code, where it is known that an error ends this process
-        self._owns_mpi = self._has_tried = False
+        self.owns_mpi = self._has_tried = False
         self._pid = self._shown = None
 
     def add(self, group):
@@ -42,20 +42,20 @@ class Session:
     def start_mpi(self):
         if not self._has_tried:
             self._has_tried = True
-            self._owns_mpi = ccl_library.start_mpi()
+            self.owns_mpi = ccl_library.start_mpi()
 
     def leave(self):
         """At the interpreter's end: with everybody through MPI_Finalize, or at once where somebody failed."""
         if os.getpid() != self._pid:
             return  # a fork of the rank has no part in the job
         if not self._has_tried:
-            LINE.stop_watch()
+            LINE.stop()
             return
         if self.failure is not None:
             self._leave_at_once()
         everybody = LINE.broken is None and self._everybody_leaves()
-        LINE.stop_watch()
-        if self._owns_mpi:
+        LINE.stop()
+        if self.owns_mpi:
             if everybody and ccl_library.mpi_world_size() == self.groups[0].size():
                 ccl_library.stop_mpi()
             ccl_library.leave_with_exit_code()

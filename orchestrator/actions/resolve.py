@@ -24,7 +24,7 @@ from packaging.utils import canonicalize_name
 
 from orchestrator.actions import oneccl
 from orchestrator.errors import ResolveError
-from orchestrator.planning.compat import BINDINGS, ONECCL
+from orchestrator.planning.compat import BINDINGS, ONECCL, facts
 from orchestrator.planning.wheels import INSTALLER, StackRequest, refuse_cuda, requirements_of
 from orchestrator.specs.lock import Lock, LockedWheel, Target
 
@@ -152,7 +152,14 @@ def _with_oneccl(request: StackRequest) -> StackRequest:
         with tempfile.TemporaryDirectory(dir=made, prefix=".sources-") as scratch:
             pins = Path(scratch) / "requirements.txt"
             pins.write_text(oneccl.pins())
-            _pip(request, ["download", "--no-deps", "--dest", scratch, "--require-hashes", "-r", str(pins)])
+            try:
+                _pip(request, ["download", "--no-deps", "--dest", scratch, "--require-hashes", "-r", str(pins)])
+            except ResolveError as error:
+                raise ResolveError(
+                    f"backend ccl: oneCCL cannot be had: {error.message}",
+                    advice="`backend: gloo` needs nothing of it; or put its wheels into a directory and name that in "
+                    f"`stack.find_links`: {', '.join(facts()['oneccl']['files'])}",
+                ) from None
             oneccl.make_wheel(oneccl.sources_in(Path(scratch)), made)
     return replace(request, find_links=(*request.find_links, str(made)))
 

@@ -239,3 +239,11 @@ def test_bindings_that_no_reachable_place_has_are_explained(wheels: Path) -> Non
     with pytest.raises(ResolveError, match=r"oneccl_bind_pt==2\.8\.0") as refused:
         resolve.lock_for(request(wheels, "oneccl_bind_pt==2.8.0"), print)
     assert "Intel's indexes" in refused.value.advice and "stack.find_links" in refused.value.advice
+
+
+def test_oneccl_that_no_reachable_place_has_is_explained(wheels: Path) -> None:
+    """Its own wheel is made of three others: which they are is told, and what needs none of them."""
+    with pytest.raises(ResolveError, match="backend ccl: oneCCL cannot be had") as refused:
+        resolve.lock_for(request(wheels, "cluster-train-oneccl==2022.1.2"), print)
+    assert "backend: gloo" in refused.value.advice and "oneccl-cpu==2022.1.2" in refused.value.advice
+    assert list((resolve.cache_dir() / "made").iterdir()) == []
