@@ -19,7 +19,7 @@ from test_container_runs import QA_SCRIPT, TINY_TRAINING, by_rank
 pytestmark = pytest.mark.stack
 
 PROMPT_S = 60.0  # what a start takes on a loaded machine, and a few seconds; far below the limit of a collective
-ROUNDING = 1e-5
+ROUNDING = 5e-5  # one step of Adam at TrainingArguments' learning rate: it moves a weight so far however small its gradient is
 DTYPES = ("int64", "bfloat16", "float32")
 DIES_IN_A_COLLECTIVE = """
 import os, sys, torch, torch.distributed as dist
