@@ -1,7 +1,7 @@
 """One rank of tests/bench/ccl.py: times collectives or a training step on one backend; rank 0 prints one JSON line.
 
-Usage: ccl_rank.py BACKEND both|start, under mpirun, with remote/ in the path unless bootstrap.py runs it. A rank that is not
-bound to one core yet binds itself, as a launch would.
+Usage: ccl_rank.py BACKEND both|start, under mpirun, with remote/ in the path unless bootstrap.py runs it. Each rank
+has one core.
 """
 
 import importlib
@@ -73,7 +73,8 @@ def start():
 
 def main():
     own = sorted(os.sched_getaffinity(0))
-    os.sched_setaffinity(0, {own[int(os.environ["MPI_LOCALRANKID"]) % len(own)]})
+    os.sched_setaffinity(0, {own[int(os.environ["PMI_RANK"]) % len(own)]})  # the nodes may be containers of one machine
+    os.environ.pop("CCL_WORKER_AFFINITY", None)  # the worker: on the same core
     os.environ.update(RANK=os.environ["PMI_RANK"], WORLD_SIZE=os.environ["PMI_SIZE"])
     if importlib.util.find_spec("ccl_group"):
         importlib.import_module("ccl_group").register()
