@@ -14,6 +14,7 @@ import signal
 import time
 
 import children
+import evidence
 import listener
 import processes
 import reasons
@@ -55,8 +56,8 @@ def attempt(run: runs.Run, order: dict, tell) -> Outcome:
     selector = selectors.DefaultSelector()
     head = listen(run, order["launch"], selector)
     command = [records.to_bytes(word) for word in order["mpirun"]["argv"]]
-    logs = [os.path.join(run.run_dir, name) for name in ("mpirun.out", "mpirun.err")]
-    began_bytes = size_bytes(logs[1])
+    logs = evidence.logs(run.run_dir)
+    began_bytes = [size_bytes(path) for path in logs]
     try:
         # hydra goes to mpirun's directory on every node: it must be one that is everywhere. Without a supervisor nobody
         # would see a stop through: mpirun's death is what ends all ranks for certain.
@@ -109,7 +110,7 @@ def mpirun_environment(order: dict, beat: dict) -> dict:
 class Watch:
     """Watches one attempt and brings it to its end; `cause` is why it is being ended: None, ASKED, FAILED or a verdict."""
 
-    def __init__(self, run: runs.Run, order: dict, mpirun: children.Child, head, selector, began_bytes: int) -> None:
+    def __init__(self, run: runs.Run, order: dict, mpirun: children.Child, head, selector, began_bytes: list) -> None:
         self.cause = None
         self._run = run
         self._order = order
@@ -126,7 +127,7 @@ class Watch:
         self._began_s = time.monotonic()
         self._looked_s = self._start_looked_s = 0.0
         self._is_started = head is None
-        self._began_bytes = self._read_bytes = began_bytes  # of mpirun's stderr
+        self._began_bytes, self._read_bytes = began_bytes, began_bytes[1]  # of mpirun's logs, and of its stderr
 
     def until_over(self) -> None:
         """Until mpirun has ended, and every rank that can still be heard has told its end."""
@@ -146,9 +147,11 @@ class Watch:
         mpirun = self._mpirun
         passed = self.cause if isinstance(self.cause, dict) else None
         ending = {"exit_code": mpirun.exit_code, "signal": mpirun.signal, "is_ours": self._has_forced}
-        verdict = None if self.cause == ASKED else verdicts.judge(self._evidence(), ending, passed)
+        found = evidence.gather(self._run, self._order["launch"], self._head)
+        killed = evidence.killed_first(self._run, self._order, self._head, found, self._began_bytes)
+        verdict = None if self.cause == ASKED else verdicts.judge(found, dict(ending, killed=killed), passed)
         state = "stopped" if self.cause == ASKED else "failed" if verdict else "succeeded"
-        if verdict and verdict["kind"] == "mpirun":
+        if verdict and verdict["kind"] in ("mpirun", "vanished"):
             verdict["tail"], verdict["tail_of"] = self._last_words(), "mpirun"
         return Outcome(state, verdict["summary"] if verdict else None, mpirun.exit_code, mpirun.signal, verdict)
 
@@ -288,26 +291,10 @@ class Watch:
         lost_nodes = {rank.node for rank in self._missing(now)}
         return [rank for rank in waited if rank.node not in lost_nodes and (rank.link or not rank.ended)]
 
-    def _evidence(self) -> list:
-        """What is known of each rank's end: heard of, or found on this node's disk."""
-        now, now_unix_s = time.monotonic(), time.time()
-        here = {rank["rank"]: rank["exit"] for rank in self._run.ranks_here()}
-        found = []
-        for plan in self._order["launch"]["ranks"]:
-            number, node = plan["rank"], plan["node"]
-            rank = self._head.ranks[number] if self._head else None
-            if rank and rank.ended:
-                found.append(verdicts.Evidence(number, node, rank.ended, rank.ended_s, None))
-            elif here.get(number):
-                at_s = now - (now_unix_s - here[number]["ended_unix_s"])
-                found.append(verdicts.Evidence(number, node, here[number], at_s, None))
-            elif number in here or (rank and rank.hello):
-                missing_s = rank.missing_since(now, self._head.timeout_s) if rank else None
-                found.append(verdicts.Evidence(number, node, None, None, missing_s))
-        return found
-
     def _last_words(self) -> list:
-        return reasons.last_lines(reasons.last_text(os.path.join(self._run.run_dir, "mpirun.err"), self._began_bytes))
+        """What mpirun wrote last, preferably as an error."""
+        out, err = evidence.last_texts(self._run.run_dir, self._began_bytes)
+        return reasons.last_lines(err if err.strip() else out)
 
 
 def size_bytes(path: str) -> int:

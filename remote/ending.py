@@ -74,7 +74,7 @@ def abort_job(code: int) -> None:
 
 def connect(rank: place.Rank) -> pulse.Pulse:
     """The rank's connection to the supervisor, which need not come about."""
-    return pulse.Pulse(rank.launch.get("beat"), rank.who())
+    return pulse.Pulse(rank.launch.get("beat"), dict(rank.who(), guard_pid=rank.guard_pid))
 
 
 def tell_end(connection: pulse.Pulse, record: dict) -> None:

@@ -28,6 +28,7 @@ class Rank:
         self.launch = launch
         self.number = number
         self.launcher_pid = launcher_pid
+        self.guard_pid = os.getpid()
         self.plan = next((plan for plan in launch["ranks"] if plan["rank"] == number), {})
         self.attempt = launch.get("attempt", 1)
         self.log = self.plan.get("log", number)  # ranks of a later attempt keep their files, whatever their number

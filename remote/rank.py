@@ -31,6 +31,10 @@ import records
 REFUSED = 97  # exit code: this rank is not where the plan wants it, or cannot start
 
 
+class Orphaned(place.Refused):
+    """mpirun has gone before this rank began."""
+
+
 def main() -> int:
     """Run this rank to its end; its exit code."""
     launcher = os.getppid()
@@ -53,14 +57,14 @@ def main() -> int:
 
 
 def check_launcher(launcher_pid: int) -> None:
-    """Raise Refused where mpirun died while this interpreter was starting: too early for a signal from the kernel."""
+    """Raise Orphaned where mpirun died while this interpreter was starting: too early for a signal from the kernel."""
     is_orphan = launcher_pid == 1 and not ending.is_mpi_daemon(launcher_pid)
     if "PMI_FD" in os.environ:
         poll = select.poll()
         poll.register(int(os.environ["PMI_FD"]), 0)
         is_orphan = bool(poll.poll(0))  # hydra's end is closed
     if is_orphan:
-        raise place.Refused("mpirun has gone already")
+        raise Orphaned("mpirun has gone already")
 
 
 def refuse(rank: place.Rank, number: int, error: Exception) -> int:
@@ -68,7 +72,9 @@ def refuse(rank: place.Rank, number: int, error: Exception) -> int:
     message = "rank %s on %s: %s" % ("?" if number is None else number, os.uname().nodename, error)
     records.complain("cluster-train: " + message)
     if rank:
-        record = ending.exit_record(rank, exit_code=REFUSED, error=message)
+        # Who lost mpirun before it began has not failed by itself: what ended mpirun is the reason, as for every other orphan.
+        why = {"ended_by": "orphaned"} if isinstance(error, Orphaned) else {"error": message}
+        record = ending.exit_record(rank, exit_code=REFUSED, **why)
         ending.put(rank, "exit.json", record)
         connection = ending.connect(rank)
         ending.tell_end(connection, record)

@@ -128,20 +128,33 @@ def read_order(text: str) -> dict:
 
 
 def make_run_directory(order: dict) -> str:
-    """The run's directory with its files; Problem where there is one already."""
+    """The run's directory with its files; Problem where it is taken, or cannot be made."""
     run_dir = records.to_path(order["launch"]["run_dir"])
     try:
         records.make_private_dir(os.path.dirname(run_dir))
-        os.mkdir(run_dir, 0o700)
+        try:
+            os.mkdir(run_dir, 0o700)
+        except FileExistsError:
+            raise runs.Problem(what_is_at(run_dir))
         for name, file in order["files"].items():
             records.write_text(os.path.join(run_dir, name), file["text"], file["mode"])
         records.write_record(os.path.join(run_dir, "run.json"), order)
         records.write_text(os.path.join(run_dir, runs.RESERVE), " " * runs.RESERVE_BYTES)
-    except FileExistsError:
-        raise runs.Problem("there is a run in %s already" % run_dir)
+    except FileExistsError as error:
+        raise runs.Problem("%s is no directory, so no run can be kept below it: move it away" % error.filename)
     except OSError as error:
         raise runs.Problem("the run's directory could not be made: %s" % error)
     return run_dir
+
+
+def what_is_at(run_dir: str) -> str:
+    """Why no run's directory can be made here."""
+    if not os.path.isdir(run_dir):
+        return "%s is there already and is no directory: move it away" % run_dir
+    status = runs.read_status(run_dir)
+    if status is None:
+        return "%s is there already, without a status: another start is making it, or broke off; start again" % run_dir
+    return "there is a run in %s already (%s)" % (run_dir, status["state"])
 
 
 def first_status(order: dict) -> dict:

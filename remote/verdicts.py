@@ -22,8 +22,11 @@ EMPTY = {
 }
 
 # One rank's end as evidence. record: its exit record or None; at_s: when it was heard of; missing_s: since when it is
-# missing without a word, or None.
-Evidence = collections.namedtuple("Evidence", "rank node record at_s missing_s")
+# missing without a word, or None; has_begun: False where nothing was ever heard of it.
+Evidence = collections.namedtuple("Evidence", "rank node record at_s missing_s has_begun")
+Evidence.__new__.__defaults__ = (True,)
+# What mpirun tells of the process of its own that was killed first: the ranks of which it was one, and the signal's name.
+Killed = collections.namedtuple("Killed", "ranks signal")
 
 ENDED_BECAUSE = {
     "stop": "stopped",
@@ -37,17 +40,21 @@ ENDED_BECAUSE = {
 def judge(evidence: list, mpirun: dict, passed: dict) -> dict:
     """The verdict on an attempt; None where nothing failed.
 
-    mpirun: its exit_code, signal, and whether `is_ours`: we have forced it. passed: the verdict of a limit that the
-    supervisor has enforced (made by `limit`), or None.
+    mpirun: its exit_code, signal, whether `is_ours`: we have forced it, and `killed`: a Killed or None. passed: the verdict
+    of a limit that the supervisor has enforced (made by `limit`), or None.
     """
     verdict = passed or first_failure(evidence)
     if verdict is None and mpirun["signal"] and not mpirun["is_ours"]:
         verdict = dict(EMPTY, kind="mpirun", signal=mpirun["signal"], summary="mpirun was killed by %s" % mpirun["signal"])
-    verdict = verdict or first_orphan(evidence)
+    killed = first_killed(evidence, mpirun.get("killed"))
+    if mpirun["exit_code"] or mpirun["signal"]:
+        verdict = verdict or (killed if killed and killed["kind"] == "vanished" else of_unbegun(evidence))
+    verdict = verdict or first_peer(evidence) or killed
+    verdict = verdict or first_ended(evidence, ("orphaned",)) or first_ended(evidence, tuple(ENDED_BECAUSE))
     if verdict is None and mpirun["exit_code"]:
         verdict = dict(EMPTY, kind="mpirun", exit_code=mpirun["exit_code"])
         verdict["summary"] = "mpirun ended with exit code %d and no rank says why" % mpirun["exit_code"]
-    unknown = [one for one in evidence if one.record is None]
+    unknown = [one for one in evidence if one.record is None and one.has_begun]
     if verdict is None and unknown:
         verdict = dict(EMPTY, kind="vanished", rank=unknown[0].rank, node=unknown[0].node)
         verdict["summary"] = "%s left no record of %s end" % (name_ranks(unknown), "its" if len(unknown) == 1 else "their")
@@ -57,21 +64,54 @@ def judge(evidence: list, mpirun: dict, passed: dict) -> dict:
 
 
 def first_failure(evidence: list) -> dict:
-    """The first that failed by itself. Ranks that only say that a peer has gone come after all that may be that peer."""
-    failed = [one for one in evidence if one.record and is_failure(one.record)]
+    """The first that failed by itself, or was lost; not a rank that only says that a peer has gone, which may be any of them."""
+    failed = [one for one in evidence if one.record and is_failure(one.record) and not is_about_peer(one.record)]
     missing = [one for one in evidence if one.missing_s is not None]
-    causes = [(one.at_s, of_rank(one)) for one in failed if not is_about_peer(one.record)]
+    causes = [(one.at_s, of_rank(one)) for one in failed]
     causes += [(min(one.missing_s for one in those), of_missing(node, those)) for node, those in by_node(missing, evidence)]
-    if not causes:
-        causes = [(one.at_s, of_rank(one)) for one in failed]
     return first(causes)
 
 
-def first_orphan(evidence: list) -> dict:
-    """The first rank that lost its parent, or was ended by somebody else, where nothing else has failed."""
-    ended = [one for one in evidence if one.record and one.record["ended_by"]]
-    orphans = [one for one in ended if one.record["ended_by"] == "orphaned"]
-    return first([(one.at_s, of_rank(one)) for one in orphans or ended])
+def first_peer(evidence: list) -> dict:
+    """The first that failed because a peer had gone, or did not come in time."""
+    return first(
+        [(one.at_s, of_rank(one)) for one in evidence if one.record and is_failure(one.record) and is_about_peer(one.record)]
+    )
+
+
+def first_killed(evidence: list, killed: Killed) -> dict:
+    """The verdict that a rank's outermost process was killed, which mpirun saw; None where it says nothing, or the rank more."""
+    those = [one for one in evidence if killed and one.rank in killed.ranks]
+    if not those or any(one.record and not one.record["ended_by"] for one in those):
+        return None
+    if those[0].record:
+        return of_rank(those[0])
+    verdict = dict(EMPTY, kind="vanished", node=those[0].node, signal=killed.signal)
+    if len(those) == 1:
+        verdict["rank"] = those[0].rank
+    elif len({one.node for one in those}) > 1:
+        verdict["node"] = None
+    begun = "" if those[0].has_begun else " before it had begun"
+    verdict["summary"] = "%s was killed by %s%s" % (name_places(those, "one of "), killed.signal, begun)
+    return verdict
+
+
+def of_unbegun(evidence: list) -> dict:
+    """The verdict that ranks were never heard of, where others were; None otherwise: then mpirun itself has not worked."""
+    those = [one for one in evidence if not one.has_begun]
+    if not those or len(those) == len(evidence):
+        return None
+    verdict = dict(EMPTY, kind="vanished", rank=those[0].rank, node=those[0].node)
+    verdict["summary"] = "%s never began: nothing was ever heard of %s" % (
+        name_places(those),
+        "it" if len(those) == 1 else "them",
+    )
+    return verdict
+
+
+def first_ended(evidence: list, why: tuple) -> dict:
+    """The first rank that was ended by somebody else in one of these ways, where nothing else has failed."""
+    return first([(one.at_s, of_rank(one)) for one in evidence if one.record and one.record["ended_by"] in why])
 
 
 def first(causes: list) -> dict:
@@ -149,7 +189,7 @@ def other(one: Evidence) -> dict:
 def is_other(one: Evidence, verdict: dict) -> bool:
     """Whether this end is a consequence: all but a good one, and but those that were lost with their node."""
     if one.record is None:
-        return not (verdict["kind"] == "node_lost" and one.node == verdict["node"])
+        return one.has_begun and not (verdict["kind"] == "node_lost" and one.node == verdict["node"])
     return bool(one.record["ended_by"]) or is_failure(one.record)
 
 
@@ -161,6 +201,13 @@ def is_failure(record: dict) -> bool:
 def is_about_peer(record: dict) -> bool:
     """Whether it failed because another rank was not there any more, or did not come in time."""
     return bool(record.get("reason")) and record["reason"]["kind"] in ("peer_lost", "collective_timeout")
+
+
+def name_places(those: list, several: str = "") -> str:
+    """`rank 2 on node1`, or `ranks 2 on node1, 4 on node2`; `several` stands before more than one."""
+    if len(those) == 1:
+        return "rank %d on %s" % (those[0].rank, those[0].node)
+    return "%sranks %s" % (several, ", ".join("%d on %s" % (one.rank, one.node) for one in sorted(those)))
 
 
 def name_ranks(those: list) -> str:

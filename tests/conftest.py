@@ -5,11 +5,15 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import cache
 from pathlib import Path
 
 import pytest
 from commands import COMMAND, COMMAND_LIMIT_S, REPOSITORY, ClusterTrain, LocalStack, Ran
+from small_stack import install_mpi
+
+from orchestrator.planning.mpirun import Flavour
 
 pytest_plugins = ["plugin_required"]
 
@@ -58,6 +62,12 @@ def local_stack() -> LocalStack:
 def uv_wheel(local_stack: LocalStack) -> Path:
     """The wheel of uv that the stack was installed with."""
     return next(iter((local_stack.root / "wheelhouse").glob("*/uv-*.whl")))
+
+
+@pytest.fixture(scope="session")
+def mpi_program(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Flavour], Path]:
+    """The launcher of each real MPI, installed by itself when it is first asked for."""
+    return cache(lambda flavour: install_mpi(flavour, tmp_path_factory.mktemp("mpi")))
 
 
 @pytest.fixture(scope="session")

@@ -13,6 +13,8 @@ from typing import Any, TypeVar
 
 import interpreters
 
+from orchestrator.planning.mpirun import PROGRAM, STOP_SIGNAL, Flavour, MpiRequest, mpi_command
+
 REMOTE = Path(__file__).resolve().parents[2] / "remote"
 sys.path.insert(0, str(REMOTE))
 
@@ -146,13 +148,30 @@ class Node:
 
 
 class MpiNode(Node):
-    """A node with Intel MPI beside its interpreter."""
+    """A node with an MPI: Intel's beside its interpreter, or another one."""
+
+    def __init__(self, root: Path, python: str, flavour: Flavour = "impi", program: Path | None = None) -> None:
+        super().__init__(root, python)
+        self.flavour: Flavour = flavour
+        self.program = program or Path(python).with_name(PROGRAM[flavour])
+        self.before: tuple[str, ...] = ()  # what mpirun starts instead of rank.py, which is its last arguments
 
     def start_mpi(self, launch: dict[str, Any], **env: str) -> None:
         """Start a launch with mpirun, as the plan would."""
-        bin_dir = Path(self.python).parent
-        argv = [str(bin_dir / "mpiexec.hydra"), "-n", str(launch["world_size"])]
-        code, answer = self.start(launch, [*argv, self.python, str(self.agent_dir / "rank.py")], I_MPI_PIN="0", **env)
+        request = MpiRequest(
+            flavour=self.flavour,
+            program=str(self.program),
+            hosts=(("127.0.0.1", launch["world_size"]),),
+            run_dir=launch["run_dir"],
+            uses_ssh=False,
+            interface="lo",
+            variables={},
+            command=(*self.before, self.python, str(self.agent_dir / "rank.py")),
+        )
+        command = mpi_command(request)
+        self.hostfile = command.hostfile
+        launch = {"stop_signal": STOP_SIGNAL[self.flavour], **launch}
+        code, answer = self.start(launch, command.argv, **{**command.env, **env})
         assert code == 0, answer
 
     def run(self, run_id: str, source: str, *arguments: str, **changes: Any) -> dict[str, Any]:

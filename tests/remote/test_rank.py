@@ -339,6 +339,8 @@ def test_a_rank_whose_mpirun_is_gone_does_not_begin(node: Node, begin: Begin) ->
         process = begin(node.launch("late", "raise SystemExit('it ran')", size=1), mpi, pass_fds=[theirs.fileno()])
     assert "mpirun has gone already" in process.communicate(timeout=LIMIT_S)[1]
     assert process.returncode == 97
+    record = exit_record(node, "late")
+    assert record is not None and (record["ended_by"], record["error"]) == ("orphaned", None)  # it has not failed by itself
 
 
 def test_pmi_reaches_the_script(node: Node, begin: Begin) -> None:

@@ -181,6 +181,29 @@ def test_mpirun_is_blamed_last() -> None:
     assert judged(evidence(0, "n0", 1.0), evidence(1, "n0", 2.0)) == ()
 
 
+def test_a_rank_that_never_began_is_blamed_before_what_followed() -> None:
+    """Orphans, ranks that were ended, and peers that waited for it in vain come after it; another rank's own failure first."""
+    unbegun = verdicts.Evidence(2, "n1", None, None, None, has_begun=False)
+    orphan = evidence(0, "n0", 1.0, signal="SIGTERM", exit_code=None, ended_by="orphaned")
+    told = verdicts.Killed([2], "SIGKILL")
+    for others in ([orphan], [evidence(0, "n0", 1.0, **PEER)], [evidence(0, "n0", 1.0)]):
+        assert judged(*others, unbegun, exit_code=255) == ("vanished", 2, "n1")
+        assert judged(*others, unbegun, exit_code=255, killed=told) == ("vanished", 2, "n1")
+    assert judged(evidence(0, "n0", 1.0, exit_code=3), unbegun, exit_code=255, killed=told) == ("exit", 0, "n0")
+    assert judged(unbegun, exit_code=255) == ("mpirun", None, None)  # nobody has begun: mpirun has not worked
+    assert judged(evidence(0, "n0", 1.0), unbegun) == ()  # without heartbeats' word, a good end of mpirun is a good end
+
+
+def test_who_mpirun_says_was_killed_is_the_orphan_that_counts() -> None:
+    """The others lose their parents at the same moment; of several that it may have been, all are named."""
+    orphans = [evidence(rank, "n0", 1.0 + rank, exit_code=None, signal="SIGTERM", ended_by="orphaned") for rank in (0, 1)]
+    assert judged(*orphans, exit_code=9) == ("orphaned", 0, "n0")
+    assert judged(*orphans, exit_code=9, killed=verdicts.Killed([1], "SIGKILL")) == ("orphaned", 1, "n0")
+    unbegun = [verdicts.Evidence(rank, f"n{rank // 2}", None, None, None, has_begun=False) for rank in (1, 2)]
+    verdict = verdicts.judge(unbegun, {**GOOD_MPIRUN, "exit_code": 9, "killed": verdicts.Killed([1, 2], "SIGKILL")}, None)
+    assert verdict["summary"] == "one of ranks 1 on n0, 2 on n1 was killed by SIGKILL before it had begun"
+
+
 def test_a_run_has_its_time(node: Node) -> None:
     """After `run_timeout_s` it is stopped with its grace, and that is the verdict."""
     node.limits = {"run_timeout_s": 2.0}

@@ -259,8 +259,27 @@ def test_a_run_directory_is_used_once(node: Node) -> None:
     node.start_alone(launch)
     status = node.until_final("once")
     code, answer = node.start(launch, ["true"])
-    assert (code, answer) == (1, {"error": f"there is a run in {node.run_dir('once')} already"})
+    assert (code, answer) == (1, {"error": f"there is a run in {node.run_dir('once')} already (succeeded)"})
     assert node.status("once") == status
+
+
+def test_what_stands_in_the_way_of_a_run_is_named(node: Node) -> None:
+    """A file in the place of the run or of all runs, and a directory that no start has finished, are no run; nothing is changed."""
+    run_dir = node.run_dir("way")
+    launch = node.launch("way", "", size=1)
+    run_dir.mkdir(parents=True)
+    code, answer = node.start(launch, ["true"])
+    assert code == 1 and answer["error"].startswith(f"{run_dir} is there already, without a status: another start is making it")
+    run_dir.rmdir()
+    run_dir.write_text("mine")
+    code, answer = node.start(launch, ["true"])
+    assert (code, answer) == (1, {"error": f"{run_dir} is there already and is no directory: move it away"})
+    assert run_dir.read_text() == "mine"
+    run_dir.unlink()
+    run_dir.parent.rmdir()
+    run_dir.parent.write_text("mine")
+    code, answer = node.start(launch, ["true"])
+    assert code == 1 and answer["error"].startswith(f"{run_dir.parent} is no directory, so no run can be kept below it")
 
 
 @pytest.mark.parametrize(
