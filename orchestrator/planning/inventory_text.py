@@ -80,6 +80,9 @@ def _problems(error: ValidationError, source: Source) -> Iterator[Problem]:
             continue  # a consequence of what is already reported
         if detail["type"] == "repeats":
             yield from _repeats(path, detail["ctx"]["repeats"], source)
+        elif detail["type"] == "of_key":  # one key of a section that does not go with another section
+            path = (*path, detail["ctx"]["key"])
+            yield Problem(line=source.line(path), path=path, text=detail["msg"])
         else:
             yield Problem(line=source.line(path), path=path, text=_wording(path, detail, source.secrets))
 

@@ -162,7 +162,7 @@ class Job(_Section):
         description="pattern of the job's checkpoints in the run's directory (default: Trainer's, below its --output_dir)",
     )
     min_nodes: v.Count | None = Field(
-        default=None, description="restart without lost nodes if so many are left (default: all are needed)"
+        default=None, description="restart without lost nodes if so many are left (at most all, which is the default)"
     )
 
     @field_validator("secrets")
@@ -220,6 +220,15 @@ class Inventory(_Section):
             [((_canonical(node.host), node.port or default_port), _SAME_HOST), (node.name, _SAME_NAME)] for node in nodes
         )
         return nodes
+
+    @field_validator("job")
+    @classmethod
+    def _there_are_so_many_nodes(cls, job: Job, info: ValidationInfo) -> Job:
+        nodes = info.data.get("nodes")
+        if nodes and job.min_nodes and job.min_nodes > len(nodes):
+            words = f"expected at most {len(nodes)}, the number of nodes, got {job.min_nodes}"
+            raise PydanticCustomError("of_key", "{text}", {"key": "min_nodes", "text": words})
+        return job
 
     @property
     def secrets(self) -> frozenset[str]:

@@ -264,7 +264,7 @@ def test_a_run_directory_is_used_once(node: Node) -> None:
 
 
 def test_what_stands_in_the_way_of_a_run_is_named(node: Node) -> None:
-    """A file in the place of the run or of all runs, and a directory that no start has finished, are no run; nothing is changed."""
+    """A file in the place of the run or of all runs, and a directory that no start has finished, are no run; all stay."""
     run_dir = node.run_dir("way")
     launch = node.launch("way", "", size=1)
     run_dir.mkdir(parents=True)

@@ -256,6 +256,14 @@ class TestSecrets:
 
 
 class TestRefusals:
+    def test_more_nodes_cannot_be_needed_than_there_are(self) -> None:
+        """At the line of the key, wherever the nodes stand; as many as there are is legal, and other errors are told besides."""
+        text = "job:\n  restarts: 1\n  min_nodes: {}\nnodes: [a, b]\n"
+        assert read(text.format(2)).job.min_nodes == 2
+        assert refused(text.format(3)) == ["lab.yml:3: job.min_nodes: expected at most 2, the number of nodes, got 3"]
+        rows = refused(text.format(3) + "root: x\n")
+        assert [row.split(": ")[1] for row in rows] == ["job.min_nodes", "root"]
+
     def test_the_example_of_the_design(self) -> None:
         """File, line, key path, and the nearest legal key."""
         text = "nodes:\n  - host: a\n  - host: b\n    prot: 2222\n"
