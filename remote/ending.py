@@ -12,6 +12,7 @@ import records
 # Parents worth remembering: on other nodes Open MPI's daemons do not carry the run's tag.
 MPI_DAEMONS = ("hydra_", "mpiexec", "mpirun", "prte", "orted")
 BROKEN = 98  # exit code: rank.py itself failed
+NOTICE_S = 0.5  # for mpirun to notice that a rank's outermost process was killed
 PART_S = 2.0  # for the supervisor to note the end of a rank
 
 
@@ -70,6 +71,17 @@ def abort_job(code: int) -> None:
         os.write(int(descriptor), b"cmd=abort exitcode=%d\n" % code)
     except OSError as error:
         records.complain("cluster-train: mpirun could not be asked to end the job: %s" % error)
+
+
+def is_ended_by_mpirun(launcher: dict) -> bool:
+    """Whether MPI's daemon goes by itself, having seen who was killed: it tells of that only where nobody aborts the job first.
+
+    MPICH does so within 0.1 s; Intel MPI never, so that the other ranks would run on.
+    """
+    deadline = time.monotonic() + NOTICE_S
+    while processes.is_alive(launcher) and time.monotonic() < deadline:
+        time.sleep(processes.POLL_S)
+    return launcher is not None and not processes.is_alive(launcher)
 
 
 def connect(rank: place.Rank) -> pulse.Pulse:

@@ -47,8 +47,10 @@ def keep(rank: place.Rank, command: list, environment: dict, guard_pid: int) -> 
         record.update(reasons.explain(rank.run_dir, logs[1], logs[0], end, oom_before, began))
     ending.put(rank, "exit.json", record)
     ending.tell_end(keeper.pulse, record)
-    if keeper.ended_by == "orphaned" or (script.shell_code and not keeper.ended_by):
+    if keeper.ended_by == "orphaned" and not ending.is_ended_by_mpirun(launcher):
         ending.abort_job(script.shell_code or ending.BROKEN)
+    if script.shell_code and not keeper.ended_by:
+        ending.abort_job(script.shell_code)
     if keeper.ended_by == "cut_off":
         processes.send(launcher, signal.SIGKILL)  # MPI's own daemon waits for the head for ever; a SIGTERM it hands on as a stop
     keeper.pulse.part(0.0 if keeper.ended_by == "cut_off" else ending.PART_S)

@@ -1,10 +1,10 @@
 """Kill a random process of ours at a random time, many times, and look at what is left.
 
-    make bench                       or: python tests/bench/chaos.py [--runs 200] [--seed 1] [--mpi impi]
+    make bench                       or: python tests/bench/chaos.py [--kills 200] [--first 0] [--seed 1] [--mpi impi]
 
-Each run has 4 ranks on two sshd's on loopback, which print numbered lines for two seconds. One process is killed with SIGKILL:
-the orchestrator, a tail, an sshd session, ssh, the supervisor, mpirun, one of its daemons, a rank's guard or keeper, or its
-script. Afterwards:
+Each run has 4 ranks on two sshd's on loopback (for Open MPI in network namespaces, as root), which print numbered lines for two
+seconds. One process is killed with SIGKILL: the orchestrator, a tail, an sshd session, ssh, the supervisor, mpirun, one of its
+daemons, a rank's guard or keeper, or its script. Afterwards:
 
 orphans   a process of the run, on a node, 20 s after its end.
 wrong     the run did not end; its state is not what happened (`succeeded` although a rank did not finish, another rank named
@@ -12,8 +12,8 @@ wrong     the run did not end; its state is not what happened (`succeeded` altho
           line that a rank had written is not in its log.
 seconds   from the kill to the end of the run and of the command.
 
-Open MPI is left out: it does not see that 127.0.0.2 is this machine.
-The same seed makes the same choices, but a process may be elsewhere in its work by then.
+The same seed and number of a run make the same choices, so a long trial can be made in pieces (--first), but a process may be
+elsewhere in its work by then.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ for tick in range(80):
 open("done-%d" % rank, "w").close()
 """
 LATEST_KILL_S = 2.5
-WHILE_RUNNING = 0.85  # of the runs
+LATEST_START_S = 0.8
+WHILE_PREPARED, WHILE_STARTING = 0.15, 0.15  # of the runs
 END_LIMIT_S = 90.0
 ORPHAN_LIMIT_S = 20.0
 FINAL = ("succeeded", "failed", "stopped", "lost")
@@ -68,6 +69,7 @@ class Trial:
     killed_s: float = 0.0
     seconds: float = 0.0
     state: str | None = None
+    summary: str = ""
     orphans: list[str] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
 
@@ -75,18 +77,19 @@ class Trial:
 def main() -> int:
     """Try so often, print the table and every deviation; 1 where there was one."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--runs", type=int, default=200)
+    parser.add_argument("--kills", type=int, default=200, help="how many runs, with a kill in each")
+    parser.add_argument("--first", type=int, default=0, help="the number of the first run, to go on with an earlier trial")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--mpi", default="impi", choices=["impi", "mpich"])
+    parser.add_argument("--mpi", default="impi", choices=["impi", "mpich", "openmpi"])
     options = parser.parse_args()
     trials: list[Trial] = []
-    with loopback() as lab:
+    with loopback(have_cards=options.mpi == "openmpi") as lab:
         inventory = lab.inventory(mpi=options.mpi, grace_s=3, heartbeat_timeout_s=10)
         lab.provision(inventory)
         script = lab.directory / "ticks.py"
         script.write_text(SCRIPT)
         try:
-            for number in range(options.runs):
+            for number in range(options.first, options.first + options.kills):
                 trials.append(attempt(lab, inventory, script, number, random.Random(f"{options.seed}/{number}")))
                 tell(trials[-1])
         except KeyboardInterrupt:
@@ -101,15 +104,7 @@ def attempt(lab: Loopback, inventory: Path, script: Path, number: int, chance: r
     earlier = set(lab.runs.glob("*"))
     with (lab.directory / "up.out").open("wb") as out:
         up = lab.start("up", inventory, "--json", "--", script, stdout=out, stderr=subprocess.STDOUT)
-    # Most are hit while the ranks run, some while the run is being prepared.
-    if chance.random() < WHILE_RUNNING:
-        until(
-            lambda: up.poll() is not None or [path for run in new_runs(lab, earlier) for path in run.glob("rank-*.out")],
-            END_LIMIT_S,
-        )
-        time.sleep(chance.uniform(0, LATEST_KILL_S))
-    else:
-        time.sleep(chance.uniform(0.1, LATEST_KILL_S))
+    wait_for_phase(lab, up, earlier, chance)
     kill_one(lab, up, trial, chance)
     killed_s = time.monotonic()
     try:
@@ -129,6 +124,18 @@ def attempt(lab: Loopback, inventory: Path, script: Path, number: int, chance: r
     trial.orphans = [" ".join(process.argv)[:90] for process in left(lab)]
     clear(lab)
     return trial
+
+
+def wait_for_phase(lab: Loopback, up: subprocess.Popen[bytes], earlier: set[Path], chance: random.Random) -> None:
+    """Until some time in the run's preparation, from the start of its mpirun on, or (mostly) while its ranks run."""
+    phase = chance.random()
+    if phase < WHILE_PREPARED:
+        time.sleep(chance.uniform(0.1, LATEST_KILL_S))
+        return
+    is_starting = phase < WHILE_PREPARED + WHILE_STARTING
+    pattern, latest_s = ("mpirun.err", LATEST_START_S) if is_starting else ("rank-*.out", LATEST_KILL_S)
+    until(lambda: up.poll() is not None or [path for run in new_runs(lab, earlier) for path in run.glob(pattern)], END_LIMIT_S)
+    time.sleep(chance.uniform(0, latest_s))
 
 
 def new_runs(lab: Loopback, earlier: set[Path]) -> set[Path]:
@@ -205,16 +212,23 @@ def judge(lab: Loopback, inventory: Path, run_dir: Path, trial: Trial) -> None:
     told = status(lab, inventory, run_dir)
     trial.state = told.get("state")
     verdict = told.get("verdict") or {}
+    trial.summary = verdict.get("summary", "")
     done = [rank for rank in range(4) if (run_dir / "work" / f"done-{rank}").exists()]
     if trial.state == "succeeded" and len(done) < 4:
         trial.wrong.append(f"succeeded, although only ranks {done} finished")
     if trial.state != "succeeded" and trial.victim in ("none", *HARMLESS):
         trial.wrong.append(f"{trial.state}: {verdict.get('summary')}, although nothing of the run was hit")
-    if trial.state == "failed" and trial.rank is not None and verdict.get("rank") != trial.rank:
+    if trial.state == "failed" and trial.rank is not None and not names(verdict, trial.rank):
         trial.wrong.append(f"rank {trial.rank} was hit, but the verdict is: {verdict.get('summary')}")
     if trial.victim == "supervisor" and trial.state == "failed":
         trial.wrong.append(f"the supervisor was hit, but the verdict is: {verdict.get('summary')}")
     trial.wrong += unreadable(run_dir) + unreadable(lab.records / run_dir.name) + incomplete(run_dir, lab.records / run_dir.name)
+
+
+def names(verdict: dict[str, Any], rank: int) -> bool:
+    """Whether the verdict is about this rank; MPICH may only know that it was one of some that had not begun."""
+    is_one_of = verdict.get("kind") == "vanished" and f"{rank} on node{rank // 2}" in verdict.get("summary", "")
+    return verdict.get("rank") == rank or (verdict.get("rank") is None and is_one_of)
 
 
 def status(lab: Loopback, inventory: Path, run_dir: Path) -> dict[str, Any]:
@@ -289,6 +303,7 @@ def tell(trial: Trial) -> None:
     """One line for each run, and what was wrong with it."""
     line = (
         f"{trial.number:4} {trial.victim:13} {'' if trial.rank is None else trial.rank!s:2} {trial.seconds:5.1f} s  {trial.state}"
+        f"  {trial.summary}"
     )
     print(line, flush=True)
     for text in [*trial.wrong, *(f"left: {orphan}" for orphan in trial.orphans)]:
@@ -298,7 +313,7 @@ def tell(trial: Trial) -> None:
 def table(trials: list[Trial], options: argparse.Namespace) -> str:
     """The victims, how often each was hit, and what was wrong afterwards."""
     lines = [
-        f"{len(trials)} runs, seed {options.seed}, {options.mpi}; load average {os.getloadavg()[0]:.1f}",
+        f"{len(trials)} runs from {options.first} on, seed {options.seed}, {options.mpi}; load average {os.getloadavg()[0]:.1f}",
         f"{'victim':14} {'count':>5} {'orphans':>8} {'wrong':>6}   seconds (median, max)",
     ]
     for victim in sorted({trial.victim for trial in trials}):

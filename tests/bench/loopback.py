@@ -7,7 +7,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ for folder in ("tests", "tests/ssh", "remote"):
 import yaml  # noqa: E402
 from small_stack import make_wheels, offline, stack  # noqa: E402
 from sshd import SshdNode, SshdNodes  # noqa: E402
+from switched import machines  # noqa: E402
 
 COMMAND = Path(sys.executable).with_name("cluster-train")
 
@@ -78,11 +79,13 @@ class Loopback:
 
 
 @contextmanager
-def loopback() -> Iterator[Loopback]:
-    """The two nodes; all that runs there is ended with them."""
-    with tempfile.TemporaryDirectory(prefix="cluster-train-bench-") as scratch:
+def loopback(*, have_cards: bool = False) -> Iterator[Loopback]:
+    """The two nodes; all that runs there is ended with them.
+
+    have_cards: they are network namespaces with a card each (made by root only), which Open MPI needs to take them for machines.
+    """
+    with tempfile.TemporaryDirectory(prefix="cluster-train-bench-") as scratch, ExitStack() as stack:
+        hosts = stack.enter_context(machines()) if have_cards else None
         nodes = SshdNodes(Path(scratch) / "sshd")
-        try:
-            yield Loopback(directory=Path(scratch), nodes=nodes(2), wheels=make_wheels(Path(scratch) / "wheels"))
-        finally:
-            nodes.close()
+        stack.callback(nodes.close)
+        yield Loopback(directory=Path(scratch), nodes=nodes(2, machines=hosts), wheels=make_wheels(Path(scratch) / "wheels"))

@@ -12,7 +12,7 @@ from faulty import FLAVOURS, FaultLab, ticking, until
 
 every_flavour = pytest.mark.parametrize("mpi", FLAVOURS)
 
-HEARTBEAT_S = 6
+HEARTBEAT_S, DEFAULT_HEARTBEAT_S = 6, 60
 LATE_S = 30  # beyond the limit, on a machine that does much else
 MEMORY_LIMIT = 500_000_000
 SMALL_DISK = "/small-disk"  # see small-disk.yaml
@@ -98,6 +98,20 @@ def test_the_worker_is_paused_for_longer_than_its_heartbeat_may_fail(fault_lab: 
     finally:
         fault_lab.docker("unpause", container)
     up.check("failed", kind="node_lost", node="node1", dead="node1", limit_s=HEARTBEAT_S + LATE_S)
+
+
+def test_the_worker_is_paused_for_longer_than_the_default_limit(fault_lab: FaultLab) -> None:
+    """Without a word about it in the inventory a node may be silent for 60 s, neither less nor much more."""
+    up = fault_lab.up(ticking()).until_ticking()
+    container = fault_lab.cluster.container("node1")
+    up.broken()
+    fault_lab.docker("pause", container)
+    try:
+        up.wait(DEFAULT_HEARTBEAT_S + 2 * LATE_S)
+    finally:
+        fault_lab.docker("unpause", container)
+    up.check("failed", kind="node_lost", node="node1", dead="node1", limit_s=DEFAULT_HEARTBEAT_S + LATE_S)
+    assert up.seconds is not None and up.seconds > DEFAULT_HEARTBEAT_S - 2
 
 
 @every_flavour

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import switched
 from labs import Lab, make_wheels
 from netlab import Machine, NetworkLab
 from sshd import SSHD, SshdNodes
@@ -29,6 +30,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def sshd_factory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SshdNodes]:
     """Starts nodes that live as long as this test: `sshd_factory(count, **sshd_config) -> list[SshdNode]`."""
     yield from _factory(tmp_path_factory)
+
+
+@pytest.fixture
+def machines() -> Iterator[dict[str, str]]:
+    """Two network namespaces and a switch between them and us, as address -> name: to MPI they are different machines."""
+    try:
+        with switched.machines() as made:
+            yield made
+    except switched.NoNamespaces as error:
+        pytest.skip(str(error))
 
 
 @pytest.fixture(scope="session")

@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import os
 import random
-import re
-import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-import yaml
-from commands import BORROWED, REPOSITORY, ClusterTrain, LocalStack, Ran
-from running import Running
-from sshd import SshdNode, SshdNodes, can_mount
+from commands import BORROWED, REPOSITORY, ClusterTrain, LocalStack
+from pairs import Pair, notices, steps_of, weights
+from sshd import SshdNodes
 
 pytestmark = pytest.mark.stack
 
 SCRIPTS = REPOSITORY / "tests" / "scripts"
-LIMIT_S = 300.0
 STEPS, SAVE_STEPS = 12, 3
 TRAINER = (
     str(SCRIPTS / "resumable_trainer.py"),
@@ -27,67 +21,6 @@ TRAINER = (
     *("--per_device_train_batch_size", "2", "--disable_tqdm", "true"),
 )
 DDP = (str(SCRIPTS / "resumable_ddp.py"), str(STEPS), str(SAVE_STEPS))
-
-
-class Pair:
-    """Two nodes with homes and disks of their own, and what is typed for them."""
-
-    def __init__(self, nodes: list[SshdNode], root: Path, file: Path, cluster_train: ClusterTrain) -> None:
-        self.nodes = nodes
-        self.root = root
-        self.file = file
-        self.cluster_train = cluster_train
-
-    def up(self, *command: str, options: Sequence[str] = (), **job: Any) -> Ran:
-        return self.cluster_train("up", self.inventory(**job), "--json", *options, "--", *command)
-
-    def starting(self, *command: str, **job: Any) -> Running:
-        """The same without waiting for its end."""
-        return Running(self.file.parent, "up", self.inventory(**job), "--json", "--", *command)
-
-    def inventory(self, *, count: int = 2, **job: Any) -> Path:
-        local = yaml.safe_load((REPOSITORY / "inventories" / "local.yml").read_text())
-        first = self.nodes[0]
-        content = {
-            "cluster": "restarts",
-            "root": str(self.root),
-            "ssh": {"key": str(first.key), "known_hosts": str(first.known_hosts), "port": first.port},
-            "nodes": [{"name": f"node{index}", "host": node.host} for index, node in enumerate(self.nodes[:count])],
-            "stack": local["stack"],
-            "job": {"ppn": 1, "grace_s": 3, "omp_threads": 1, "ccl_workers": 0, **job},
-        }
-        self.file.write_text(yaml.safe_dump(content))
-        return self.file
-
-    def run_dir(self, ran: Ran, node: int) -> Path:
-        return self.nodes[node].disk / "runs" / ran.result["run_id"]
-
-
-@pytest.fixture
-def machines() -> Iterator[dict[str, str]]:
-    """Two network namespaces and a switch between them and us, as address -> name: to MPI they are different machines."""
-    mine, numbers = f"ct{os.getpid()}", f"10.{200 + os.getpid() // 256 % 50}.{os.getpid() % 256}"
-    switch, hosts = f"{mine}s", {f"{numbers}.{last}": f"{mine}n{last}" for last in (2, 3)}
-    if not can_mount() or subprocess.run(["ip", "netns", "add", switch], capture_output=True).returncode:
-        pytest.skip("disks and networks for these nodes alone are made by root only")
-    try:
-        ip(f"-n {switch} link add switch type bridge", f"-n {switch} link set switch up")
-        for address, name in hosts.items():
-            ip(f"netns add {name}", f"link add card netns {name} type veth peer name {name} netns {switch}")
-            ip(f"-n {name} link set lo up", f"-n {name} link set card up", f"-n {name} address add {address}/24 dev card")
-            ip(f"-n {switch} link set {name} master switch up")
-        ip(f"link add {mine} type veth peer name {mine} netns {switch}", f"-n {switch} link set {mine} master switch up")
-        ip(f"link set {mine} up", f"address add {numbers}.1/24 dev {mine}")
-        yield hosts
-    finally:
-        subprocess.run(["ip", "link", "delete", mine], check=False, capture_output=True)
-        for name in (switch, *hosts.values()):
-            subprocess.run(["ip", "netns", "delete", name], check=False, capture_output=True)
-
-
-def ip(*commands: str) -> None:
-    for command in commands:
-        subprocess.run(["ip", *command.split()], check=True)
 
 
 @pytest.fixture
@@ -105,21 +38,6 @@ def pair(
         for name in BORROWED:
             (node.disk / name).symlink_to(local_stack.root / name)
     yield Pair(nodes, root, tmp_path / "pair.yml", cluster_train)
-
-
-def weights(ran: Ran) -> list[str]:
-    """The final weights of each rank, as the ranks printed them."""
-    said = [event for event in ran.events if event["event"] == "logtext" and event["text"].startswith("weights ")]
-    return [event["text"].split()[1] for event in sorted(said, key=lambda event: event["rank"])]
-
-
-def notices(ran: Ran) -> str:
-    return "\n".join(event["text"] for event in ran.events if event["event"] == "notice")
-
-
-def steps_of(ran: Ran, rank: int) -> list[int]:
-    texts = (event["text"] for event in ran.events if event["event"] == "logtext" and event["rank"] == rank)
-    return [int(match.group(1)) for text in texts if (match := re.match(r"step (\d+)", text))]
 
 
 @pytest.mark.parametrize("command", [TRAINER, DDP], ids=["trainer", "ddp"])
