@@ -32,6 +32,7 @@ LOST_S = 0.5  # the same where a node was lost: mpirun would wait for it for eve
 # How mpirun is forced, and what each step is given: a second SIGINT makes hydra clean up on all nodes.
 FORCE = ((signal.SIGINT, 0.5), (signal.SIGINT, 2.0), (signal.SIGKILL, 60.0))
 FORCE_LOST = ((signal.SIGINT, 0.3), (signal.SIGINT, 0.7), (signal.SIGKILL, 60.0))
+DOUBT_S = 3.0  # of which every living rank says something in each second
 SETTLE_S = 5.0  # for ranks to record their end after mpirun has gone
 KEPT_VARIABLES = ("HOME", "USER", "LOGNAME", "SHELL", "PATH", "LANG", "LC_ALL", "TMPDIR", "TZ")
 NO_LIMITS = {"start_timeout_s": 0, "run_timeout_s": 0, "stall_timeout_s": 0, "stall_action": "report"}
@@ -126,6 +127,7 @@ class Watch:
         self._has_forced = False
         self._began_s = time.monotonic()
         self._looked_s = self._start_looked_s = 0.0
+        self._doubted_s = None  # since when some rank seems to have been killed before it began
         self._is_started = head is None
         self._began_bytes, self._read_bytes = began_bytes, began_bytes[1]  # of mpirun's logs, and of its stderr
 
@@ -216,7 +218,18 @@ class Watch:
             else:
                 self._pass_limits(now)
         if self.cause is None:
+            self._note_unbegun(now)
+        if self.cause is None:
             self._note_stall()
+
+    def _note_unbegun(self, now: float) -> None:
+        """End the attempt where a rank was killed before it could say a word, which Intel MPI keeps to itself."""
+        unbegun = [] if self._is_started else self._head.unbegun()
+        self._doubted_s = (self._doubted_s or now) if unbegun else None
+        if unbegun and now - self._doubted_s > DOUBT_S:
+            those = [verdicts.Evidence(rank.number, rank.node, None, None, None, has_begun=False) for rank in unbegun]
+            self.cause = verdicts.never_began(those)
+            self._abort(LOST_S, FORCE_LOST)
 
     def _pass_limits(self, now: float) -> None:
         """End the attempt where it has taken too long."""

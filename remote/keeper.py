@@ -34,7 +34,7 @@ def keep(rank: place.Rank, command: list, environment: dict, guard_pid: int) -> 
     script = children.start(command, environment, logs, rank.work_dir, signal.SIGKILL)
     launcher = ending.launcher(rank)
     ending.put(rank, "json", rank_record(rank, script, guard_pid, launcher))
-    keeper = Keeper(rank, script, guard_pid, environment)
+    keeper = Keeper(rank, script, guard_pid, launcher, environment)
     keeper.watch()
     end = {"exit_code": script.exit_code, "signal": script.signal, "ended_by": keeper.ended_by}
     ending.tell_end(keeper.pulse, dict(rank.who(), **end))  # at once: what failed first is what is heard of first
@@ -60,7 +60,7 @@ def keep(rank: place.Rank, command: list, environment: dict, guard_pid: int) -> 
 class Keeper:
     """Waits for the script; `ended_by` tells what ended it: stop, interrupt, abort, orphaned, cut_off; None: itself."""
 
-    def __init__(self, rank: place.Rank, script: children.Child, guard_pid: int, environment: dict) -> None:
+    def __init__(self, rank: place.Rank, script: children.Child, guard_pid: int, launcher: dict, environment: dict) -> None:
         self.ended_by = None
         self.pulse = ending.connect(rank)
         self.marks = marks.Marks(rank.run_dir, rank.number)
@@ -68,6 +68,7 @@ class Keeper:
         self._rank = rank
         self._script = script
         self._guard_pid = guard_pid
+        self._launcher = launcher  # MPI's daemon, or None
         self._environment = environment
         self._deadline = None  # when the script is killed
         self._tick_s = time.monotonic()
@@ -134,7 +135,10 @@ class Keeper:
         self.segments.note(self._script.pid)
         logs = (self._rank.file("out"), self._rank.file("err"))
         used_s = processes.cpu_seconds(self._script.pid) + self._script.cpu_s
-        self._hear(self.pulse.tick({"cpu_s": round(used_s, 2), "log_bytes": sum(map(size_bytes, logs))}))
+        report = {"cpu_s": round(used_s, 2), "log_bytes": sum(map(size_bytes, logs))}
+        if self._launcher:
+            report["launched"] = processes.count_children(self._launcher["pid"])
+        self._hear(self.pulse.tick(report))
         if self.pulse.is_cut_off and not self.ended_by:
             self._give_up("cut_off")
         found = self._dump.poll() if self._dump else None

@@ -35,6 +35,7 @@ class Rank:
         self.ended = None  # its exit record; at first the short one, from before its processes were all ended
         self.ended_s = None
         self.stacks = None
+        self.launched = None  # how many living processes MPI's daemon on its node has, as it said last
         self.without = None  # why there is no heartbeat from it
 
     @property
@@ -102,6 +103,20 @@ class Listener:
         """The ranks that have started and of whose end nothing is known."""
         return [rank for rank in self.ranks.values() if rank.hello and not rank.ended]
 
+    def unbegun(self) -> list:
+        """The ranks that can never begin: the others on their node say that MPI's daemon there has too few processes left.
+
+        hydra starts all ranks of a node before the first of them can say anything.
+        """
+        found = []
+        for node in sorted({rank.node for rank in self.ranks.values()}):
+            those = [rank for rank in self.ranks.values() if rank.node == node and not rank.ended]
+            unheard = [rank for rank in those if not rank.has_reported]
+            told = [rank.launched for rank in those if rank.launched is not None]
+            if told and max(told) <= len(those) - len(unheard):
+                found += unheard
+        return found
+
     def close(self) -> None:
         """Stop listening, and let all connections go."""
         self._selector.unregister(self._socket)
@@ -137,7 +152,7 @@ class Listener:
         rank, now = owner[0], time.monotonic()
         rank.heard_s = now
         if message["kind"] == "beat":
-            rank.cpu_s = message["cpu_s"]
+            rank.cpu_s, rank.launched = message["cpu_s"], message.get("launched")
             if message["log_bytes"] != rank.log_bytes:
                 rank.log_bytes, rank.logged_s, rank.cpu_at_log_s = message["log_bytes"], now, rank.cpu_s
         elif message["kind"] == "stacks":

@@ -127,6 +127,18 @@ def by_variable(name: str) -> dict:
     return found
 
 
+def count_children(pid: int) -> int:
+    """How many living children a process has; None where the kernel does not list them (CONFIG_PROC_CHILDREN)."""
+    try:
+        threads = os.listdir("/proc/%d/task" % pid)
+        texts = [_line("/proc/%d/task/%s/children" % (pid, thread)) for thread in threads]
+        if not os.path.exists("/proc/self/task/%d/children" % os.getpid()):
+            return None
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
+        return None
+    return sum(identity(int(child)) is not None for text in texts for child in text.split())
+
+
 def parent(pid: int) -> int:
     """The process that a process was started by, or was left to; 0 where there is none."""
     stat = _read_stat(pid)

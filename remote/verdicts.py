@@ -99,14 +99,13 @@ def first_killed(evidence: list, killed: Killed) -> dict:
 def of_unbegun(evidence: list) -> dict:
     """The verdict that ranks were never heard of, where others were; None otherwise: then mpirun itself has not worked."""
     those = [one for one in evidence if not one.has_begun]
-    if not those or len(those) == len(evidence):
-        return None
-    verdict = dict(EMPTY, kind="vanished", rank=those[0].rank, node=those[0].node)
-    verdict["summary"] = "%s never began: nothing was ever heard of %s" % (
-        name_places(those),
-        "it" if len(those) == 1 else "them",
-    )
-    return verdict
+    return never_began(those) if those and len(those) < len(evidence) else None
+
+
+def never_began(those: list) -> dict:
+    """The verdict on ranks of which nothing was ever heard."""
+    text = "%s never began: nothing was ever heard of %s" % (name_places(those), "it" if len(those) == 1 else "them")
+    return dict(EMPTY, kind="vanished", rank=those[0].rank, node=those[0].node, summary=text)
 
 
 def first_ended(evidence: list, why: tuple) -> dict:

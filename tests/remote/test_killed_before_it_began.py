@@ -96,6 +96,19 @@ def test_it_is_named_when_the_others_have_begun(mpi_node: MpiNode) -> None:
 
 @pytest.mark.stack
 @pytest.mark.parametrize("flavour", FLAVOURS)
+def test_nobody_waits_for_it(mpi_node: MpiNode) -> None:
+    """Intel MPI does not end the others, who wait for it: they see that MPI's daemon has a process less than there are ranks."""
+    launch = mpi_node.launch("waits", "import time; print('begun', flush=True); time.sleep(600)")
+    dies_after(mpi_node, 0, 1, 3)
+    mpi_node.start_mpi(launch, CLUSTER_TRAIN_TEST_DIR=str(mpi_node.run_dir("waits")))
+    status = mpi_node.until_final("waits")
+    assert (status["state"], status["verdict"]["kind"], status["verdict"]["rank"]) == ("failed", "vanished", VICTIM), status
+    assert status["reason"] in (KILLED, UNHEARD)
+    assert tagged("waits") == []
+
+
+@pytest.mark.stack
+@pytest.mark.parametrize("flavour", FLAVOURS)
 def test_it_is_named_as_far_as_can_be_known_when_nobody_has_begun(mpi_node: MpiNode) -> None:
     """MPICH ends the others before they have begun as well, or half of them, and tells no rank: it is one of those."""
     launch = mpi_node.launch("none", "print('begun')")
