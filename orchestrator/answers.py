@@ -23,7 +23,7 @@ def outcome_result(outcome: Outcome) -> Result:
     verdict = outcome.verdict
     lines = [f"run {outcome.run_id} {verdict.state}: {verdict.summary}", f"record: {outcome.record}"]
     if outcome.tail and verdict.state == "failed":
-        whose = "mpirun" if verdict.rank is None else f"rank {verdict.rank}"
+        whose = "mpirun" if verdict.rank is None or verdict.tail_of == "mpirun" else f"rank {verdict.rank}"
         lines[1:1] = [f"last lines of {whose}:", *(f"    {line}" for line in outcome.tail)]
     lines[1:1] = _consequences(verdict)
     if verdict.advice:

@@ -153,7 +153,8 @@ class Watch:
         killed = evidence.killed_first(self._run, self._order, self._head, found, self._began_bytes)
         verdict = None if self.cause == ASKED else verdicts.judge(found, dict(ending, killed=killed), passed)
         state = "stopped" if self.cause == ASKED else "failed" if verdict else "succeeded"
-        if verdict and verdict["kind"] in ("mpirun", "vanished"):
+        mute = [one.rank for one in found if not one.has_begun]  # who has no log; whoever shows the verdict finds the others'
+        if verdict and (verdict["kind"] == "mpirun" or (verdict["kind"] == "vanished" and verdict["rank"] in mute + [None])):
             verdict["tail"], verdict["tail_of"] = self._last_words(), "mpirun"
         return Outcome(state, verdict["summary"] if verdict else None, mpirun.exit_code, mpirun.signal, verdict)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from ipaddress import ip_address
 from typing import Literal
 
 from orchestrator.errors import PreflightError
@@ -119,6 +120,11 @@ def _hydra(request: MpiRequest) -> MpiCommand:
 def _openmpi(request: MpiRequest) -> MpiCommand:
     if " " in request.run_dir:
         raise PreflightError(f"Open MPI's ssh takes no blank in a path: {request.run_dir}", advice="name another `root`")
+    if request.uses_ssh and ip_address(request.hosts[0][0]).is_loopback:
+        raise PreflightError(
+            f"Open MPI takes {request.hosts[0][0]}, the head, for another machine: no card bears a loopback address",
+            advice="name the nodes by addresses of their cards, or use `mpi: impi` or `mpi: mpich`",
+        )
     total = sum(count for _, count in request.hosts)
     argv = [request.program, "--hostfile", f"{request.run_dir}/hostfile", "-n", str(total)]
     argv += ["--map-by", "slot", "--bind-to", "none", "--prefix", request.program.rsplit("/bin/", 1)[0]]

@@ -65,6 +65,15 @@ def test_open_mpi_cannot_have_blanks_in_its_path() -> None:
         mpi_command(replace(REQUEST, flavour="openmpi", run_dir="/my root/runs/1"))
 
 
+def test_open_mpi_cannot_take_a_loopback_address_for_its_own() -> None:
+    """It would reach the head by SSH, where no port and no key are meant for that; hydra can, and so can a run on one machine."""
+    hosts = (("127.0.0.2", 2), ("127.0.0.3", 2))
+    with pytest.raises(PreflightError, match=r"127\.0\.0\.2, the head"):
+        mpi_command(replace(REQUEST, flavour="openmpi", hosts=hosts))
+    assert mpi_command(replace(REQUEST, flavour="mpich", hosts=hosts)).hostfile == "127.0.0.2:2\n127.0.0.3:2\n"
+    assert mpi_command(replace(REQUEST, flavour="openmpi", hosts=hosts[:1], uses_ssh=False)).hostfile == "127.0.0.2 slots=2\n"
+
+
 def test_open_mpi_speaks_its_own_dialect() -> None:
     """slots= in the hostfile, -x for the environment, binding off, its install prefix for the other nodes."""
     made = mpi_command(replace(REQUEST, flavour="openmpi", program="/r/envs/e/bin/mpirun"))
