@@ -150,8 +150,10 @@ class Watch:
         passed = self.cause if isinstance(self.cause, dict) else None
         ending = {"exit_code": mpirun.exit_code, "signal": mpirun.signal, "is_ours": self._has_forced}
         found = evidence.gather(self._run, self._order["launch"], self._head)
-        killed = evidence.killed_first(self._run, self._order, self._head, found, self._began_bytes)
-        verdict = None if self.cause == ASKED else verdicts.judge(found, dict(ending, killed=killed), passed)
+        said = "\n".join(evidence.last_texts(self._run.run_dir, self._began_bytes))
+        ending["killed"] = evidence.killed_first(self._run, self._order, self._head, found, said)
+        ending["lost_helper"] = evidence.lost_helper(self._order, said)
+        verdict = None if self.cause == ASKED else verdicts.judge(found, ending, passed)
         state = "stopped" if self.cause == ASKED else "failed" if verdict else "succeeded"
         mute = [one.rank for one in found if not one.has_begun]  # who has no log; whoever shows the verdict finds the others'
         if verdict and (verdict["kind"] == "mpirun" or (verdict["kind"] == "vanished" and verdict["rank"] in mute + [None])):

@@ -33,17 +33,17 @@ def gather(run, launch: dict, head) -> list:
     return found
 
 
-def killed_first(run, order: dict, head, found: list, began_bytes: list) -> verdicts.Killed:
+def killed_first(run, order: dict, head, found: list, text: str) -> verdicts.Killed:
     """The rank whose outermost process was killed first, by mpirun's own words; None where they tell of none.
 
     Where they only tell which machine it was on, these are all ranks there that had not begun.
-    began_bytes: how long mpirun's two logs were when this attempt began.
+    text: what mpirun wrote in this attempt.
     """
-    told = terminations.first("\n".join(last_texts(run.run_dir, began_bytes)))
+    told = terminations.first(text)
     if told is None:
         return None
     launch = order["launch"]
-    nodes = nodes_at(told["host"], launch, order.get("files", {}).get("hostfile", {}).get("text", ""))
+    nodes = nodes_at(told["host"], launch, hostfile(order))
     if told["rank"] is not None:
         ranks = [told["rank"]]
     else:
@@ -53,6 +53,21 @@ def killed_first(run, order: dict, head, found: list, began_bytes: list) -> verd
         places = {plan["rank"]: plan["node"] for plan in launch["ranks"]}
         ranks = [rank for rank in ranks if places[rank] in nodes] or ranks
     return verdicts.Killed(ranks, told["signal"]) if ranks else None
+
+
+def lost_helper(order: dict, text: str) -> str:
+    """The node where mpirun has lost its helper, by its own words; "" where it does not tell which, None where it lost none."""
+    told, launch = terminations.lost_helper(text), order["launch"]
+    if told is None:
+        return None
+    if told["number"] is not None:
+        return "".join(regroup.nodes_of(launch)[told["number"] :][:1])
+    return "".join(nodes_at(told["host"], launch, hostfile(order))[:1]) if told["host"] else ""
+
+
+def hostfile(order: dict) -> str:
+    """The text of mpirun's hostfile."""
+    return order.get("files", {}).get("hostfile", {}).get("text", "")
 
 
 def logs(run_dir: str) -> list:

@@ -1,7 +1,7 @@
-"""Which process mpirun itself says was killed first: known where nobody else is left to tell, as before a rank had begun.
+"""What mpirun itself says of ends that nobody else is left to tell of: a rank killed before it had begun, its own helpers.
 
-The forms are those of Intel MPI 2021.18, MPICH 5.0 and Open MPI 5.0 (seen; hydra writes them to stdout, Open MPI to stderr).
-MPICH does not tell the rank, but the number of its process.
+The forms are those of Intel MPI 2021.18, MPICH 5.0 and Open MPI 5.0 (seen), some on stdout, some on stderr. MPICH does not tell
+the rank, but the number of its process; Open MPI calls its helpers by number, the head's being 0.
 """
 
 import re
@@ -15,6 +15,10 @@ MPICH = re.compile(
 OPEN_MPI = re.compile(
     r"process rank (?P<rank>\d+) with PID (?P<pid>\d+)\s+on\s+node\s+(?P<host>\S+)\s+exited\s+on\s+signal\s+(?P<signal>\d+)"
 )
+
+INTEL_HELPER = re.compile(r"[Dd]ownstream from host (?P<host>\S+) (?:was killed by signal|exited abnormally|exited with status)")
+OPEN_MPI_HELPER = re.compile(r"lost communication with a remote daemon(?:.*\n)+?\s*Remote daemon: \[[^]]*@0,(?P<number>\d+)\]")
+SSH = re.compile(r"^Connection to (?P<host>\S+) closed by remote host|^client_loop: send disconnect", re.M)
 
 
 def first(text: str) -> dict:
@@ -30,6 +34,15 @@ def first(text: str) -> dict:
         "host": told["host"],
         "signal": signal_name(int(told["signal"])),
     }
+
+
+def lost_helper(text: str) -> dict:
+    """{"host", "number"} of the first node on which mpirun has lost its helper, as far as told; None where it lost none."""
+    found = [match for match in (form.search(text) for form in (INTEL_HELPER, OPEN_MPI_HELPER, SSH)) if match]
+    if not found:
+        return None
+    told = found[0].groupdict()
+    return {"host": told.get("host"), "number": int(told["number"]) if told.get("number") else None}
 
 
 def signal_name(number: int) -> str:

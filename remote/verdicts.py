@@ -40,8 +40,9 @@ ENDED_BECAUSE = {
 def judge(evidence: list, mpirun: dict, passed: dict) -> dict:
     """The verdict on an attempt; None where nothing failed.
 
-    mpirun: its exit_code, signal, whether `is_ours`: we have forced it, and `killed`: a Killed or None. passed: the verdict
-    of a limit that the supervisor has enforced (made by `limit`), or None.
+    mpirun: its exit_code, signal, whether `is_ours`: we have forced it, and what it said: `killed`, a Killed or None, and
+    `lost_helper`, the node where it lost its helper ("": not known), or None. passed: the verdict of a limit that the
+    supervisor has enforced (made by `limit`), or None.
     """
     verdict = passed or first_failure(evidence)
     if verdict is None and mpirun["signal"] and not mpirun["is_ours"]:
@@ -50,7 +51,10 @@ def judge(evidence: list, mpirun: dict, passed: dict) -> dict:
     if mpirun["exit_code"] or mpirun["signal"]:
         verdict = verdict or (killed if killed and killed["kind"] == "vanished" else of_unbegun(evidence))
     verdict = verdict or first_peer(evidence) or killed
-    verdict = verdict or first_ended(evidence, ("orphaned",)) or first_ended(evidence, tuple(ENDED_BECAUSE))
+    verdict = verdict or first_ended(evidence, ("orphaned",))
+    if mpirun["exit_code"] or mpirun["signal"]:
+        verdict = verdict or of_helper(mpirun.get("lost_helper"), mpirun["exit_code"])
+    verdict = verdict or first_ended(evidence, tuple(ENDED_BECAUSE))
     if verdict is None and mpirun["exit_code"]:
         verdict = dict(EMPTY, kind="mpirun", exit_code=mpirun["exit_code"])
         verdict["summary"] = "mpirun ended with exit code %d and no rank says why" % mpirun["exit_code"]
@@ -100,6 +104,14 @@ def of_unbegun(evidence: list) -> dict:
     """The verdict that ranks were never heard of, where others were; None otherwise: then mpirun itself has not worked."""
     those = [one for one in evidence if not one.has_begun]
     return never_began(those) if those and len(those) < len(evidence) else None
+
+
+def of_helper(node: str, exit_code: int) -> dict:
+    """The verdict that mpirun lost what it runs on a node; None where it has lost nothing."""
+    if node is None:
+        return None
+    text = "mpirun lost its helper on %s: that was killed there, or the SSH connection to it broke" % (node or "a node")
+    return dict(EMPTY, kind="mpirun", node=node or None, exit_code=exit_code, summary=text)
 
 
 def never_began(those: list) -> dict:

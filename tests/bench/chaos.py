@@ -3,8 +3,8 @@
     make bench                       or: python tests/bench/chaos.py [--kills 200] [--first 0] [--seed 1] [--mpi impi]
 
 Each run has 4 ranks on two sshd's on loopback (for Open MPI in network namespaces, as root), which print numbered lines for two
-seconds. One process is killed with SIGKILL: the orchestrator, a tail, an sshd session, ssh, the supervisor, mpirun, one of its
-daemons, a rank's guard or keeper, or its script. Afterwards:
+seconds. One process is killed with SIGKILL: the orchestrator, a tail, an sshd session (ours or mpirun's), ssh, the supervisor,
+mpirun, one of its daemons, a rank's guard or keeper, or its script. Afterwards:
 
 orphans   a process of the run, on a node, 20 s after its end.
 wrong     the run did not end; its state is not what happened (`succeeded` although a rank did not finish, another rank named
@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from loopback import Loopback, loopback
-from sshd import NodeProcess
+from sshd import NodeProcess, descendants
 
 SCRIPT = """
 import os, time
@@ -54,6 +54,7 @@ FINAL = ("succeeded", "failed", "stopped", "lost")
 # Without these a run has no reason to fail.
 HARMLESS = ("orchestrator", "tail", "sshd", "other of ours")
 OF_A_RANK = ("guard", "keeper", "script")
+OF_MPIRUN = ("mpirun", "mpi daemon", "ssh", "sshd of mpirun")  # Open MPI needs its connections, hydra goes on without
 
 T = TypeVar("T")
 
@@ -117,8 +118,8 @@ def attempt(lab: Loopback, inventory: Path, script: Path, number: int, chance: r
     if made := new_runs(lab, earlier):
         (run_dir,) = made
         judge(lab, inventory, run_dir, trial)
-    elif trial.victim not in ("none", "orchestrator", "sshd", "other of ours"):
-        trial.wrong.append("there is no run")
+    elif trial.victim not in ("none", "orchestrator", "sshd", "other of ours", "supervisor") or up.returncode == 0:
+        trial.wrong.append(f"there is no run, and `up` ended with {up.returncode}")  # `start` may be hit before it has made one
     trial.seconds = time.monotonic() - killed_s
     until(lambda: not left(lab), ORPHAN_LIMIT_S)
     trial.orphans = [" ".join(process.argv)[:90] for process in left(lab)]
@@ -171,7 +172,9 @@ def ours(lab: Loopback) -> Iterator[tuple[str, NodeProcess]]:
     for node in lab.nodes:
         processes = {process.pid: process for process in node.processes()}
         for process in processes.values():
-            yield kind_of(process, processes.get(process.parent)), process
+            kind = kind_of(process, processes.get(process.parent))
+            below = {kind_of(one, None) for one in descendants(process.pid)} if kind == "sshd" else set()
+            yield "sshd of mpirun" if "mpi daemon" in below else kind, process
 
 
 def kind_of(process: NodeProcess, parent: NodeProcess | None) -> str:
@@ -220,6 +223,8 @@ def judge(lab: Loopback, inventory: Path, run_dir: Path, trial: Trial) -> None:
         trial.wrong.append(f"{trial.state}: {verdict.get('summary')}, although nothing of the run was hit")
     if trial.state == "failed" and trial.rank is not None and not names(verdict, trial.rank):
         trial.wrong.append(f"rank {trial.rank} was hit, but the verdict is: {verdict.get('summary')}")
+    if trial.state == "failed" and trial.victim in OF_MPIRUN and verdict.get("kind") not in ("mpirun", "orphaned"):
+        trial.wrong.append(f"{trial.victim} was hit, but the verdict is: {verdict.get('summary')}")
     if trial.victim == "supervisor" and trial.state == "failed":
         trial.wrong.append(f"the supervisor was hit, but the verdict is: {verdict.get('summary')}")
     trial.wrong += unreadable(run_dir) + unreadable(lab.records / run_dir.name) + incomplete(run_dir, lab.records / run_dir.name)
@@ -279,7 +284,7 @@ def incomplete(run_dir: Path, record: Path) -> list[str]:
 
 def left(lab: Loopback) -> list[NodeProcess]:
     """What runs on the nodes and is not sshd."""
-    return [process for kind, process in ours(lab) if kind != "sshd"]
+    return [process for kind, process in ours(lab) if not kind.startswith("sshd")]
 
 
 def clear(lab: Loopback) -> None:

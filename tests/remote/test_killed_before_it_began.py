@@ -14,6 +14,7 @@ from orchestrator.planning.mpirun import Flavour
 
 import evidence  # isort: skip  (remote/ is on the path since supervised was imported)
 import terminations  # isort: skip
+import verdicts  # isort: skip
 
 FLAVOURS: tuple[Flavour, ...] = ("impi", "mpich", "openmpi")
 VICTIM = 2
@@ -135,6 +136,37 @@ def test_what_each_mpirun_says_is_understood() -> None:
         os.urandom(99).decode("latin-1"),
     ):
         assert terminations.first(text) is None
+
+
+LOST_HELPERS = {
+    "[mpiexec@vm] wait_proxies (i_mpiexec.c:558): downstream from host 10.0.0.2 was killed by signal 9 (Killed)\n": (
+        "10.0.0.2",
+        None,
+    ),
+    "[mpiexec@vm] Error: Downstream from host 10.0.0.2 exited abnormally\n": ("10.0.0.2", None),
+    "Connection to 10.0.0.2 closed by remote host.\n": ("10.0.0.2", None),
+    "PRTE has lost communication with a remote daemon.\n\n  HNP daemon   : [prterun-vm-24372@0,0] on node vm\n"
+    "  Remote daemon: [prterun-vm-24372@0,1] on node vm\n": (None, 1),
+}
+
+
+@pytest.mark.parametrize("text", LOST_HELPERS)
+def test_where_mpirun_lost_its_helper_is_understood(text: str) -> None:
+    """That is the verdict where no rank has failed, before that ranks were ended by it, and not where all ended well."""
+    host, number = LOST_HELPERS[text]
+    assert terminations.lost_helper("one\n" + text) == {"host": host, "number": number}
+    ranks = [{"rank": number, "node": f"node{number // 2}"} for number in range(4)]
+    order = {"launch": {"ranks": ranks}, "files": {"hostfile": {"text": "10.0.0.1:2\n10.0.0.2:2\n"}}}
+    assert evidence.lost_helper(order, text) == "node1"
+    assert evidence.lost_helper(order, "nothing") is None
+    ended = {"exit_code": 0, "signal": None, "reason": None, "ended_by": "abort"}
+    found = [verdicts.Evidence(0, "node0", ended, 1.0, None)]
+    mpirun = {"exit_code": 255, "signal": None, "is_ours": False, "killed": None, "lost_helper": "node1"}
+    assert verdicts.judge(found, mpirun, None)["node"] == "node1"
+    assert verdicts.judge(found, mpirun, None)["summary"].startswith("mpirun lost its helper on node1: ")
+    own = verdicts.Evidence(1, "node0", {**ended, "ended_by": None, "exit_code": 3}, 2.0, None)
+    assert verdicts.judge([*found, own], mpirun, None)["rank"] == 1
+    assert verdicts.judge([], {**mpirun, "exit_code": 0}, None) is None
 
 
 def test_the_machine_is_found_by_host_name_and_by_address() -> None:
