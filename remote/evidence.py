@@ -60,9 +60,13 @@ def lost_helper(order: dict, text: str) -> str:
     told, launch = terminations.lost_helper(text), order["launch"]
     if told is None:
         return None
+    nodes = regroup.nodes_of(launch)
     if told["number"] is not None:
-        return "".join(regroup.nodes_of(launch)[told["number"] :][:1])
-    return "".join(nodes_at(told["host"], launch, hostfile(order))[:1]) if told["host"] else ""
+        found = nodes[told["number"] :][:1]
+    else:
+        found = nodes_at(told["host"] or told["remote"], launch, hostfile(order))
+        found = [node for node in found if node != nodes[0] or not told["remote"]]
+    return found[0] if len(found) == 1 else ""
 
 
 def hostfile(order: dict) -> str:
@@ -92,7 +96,7 @@ def guard_pids(run, launch: dict, head) -> dict:
 
 def nodes_at(host: str, launch: dict, hostfile: str) -> list:
     """The nodes that mpirun means by a name: a host name, or the address in the hostfile."""
-    at = {plan["node"] for plan in launch["ranks"] if plan.get("hostname") == host}
+    at = {plan["node"] for plan in launch["ranks"] if host and plan.get("hostname") == host}
     # One line for each node, in the order of the ranks: `ADDRESS slots=2` (Open MPI) or `ADDRESS:2`.
     words = [line.split() for line in hostfile.splitlines() if line.strip()]
     addresses = [line[0] if len(line) > 1 else line[0].rpartition(":")[0].strip("[]") for line in words]

@@ -18,6 +18,7 @@ OPEN_MPI = re.compile(
 
 INTEL_HELPER = re.compile(r"[Dd]ownstream from host (?P<host>\S+) (?:was killed by signal|exited abnormally|exited with status)")
 OPEN_MPI_HELPER = re.compile(r"lost communication with a remote daemon(?:.*\n)+?\s*Remote daemon: \[[^]]*@0,(?P<number>\d+)\]")
+OPEN_MPI_SPAWN = re.compile(r"A daemon failed to report back after being spawned(?:.*\n)+?\s*Remote host:\s+(?P<remote>\S+)")
 SSH = re.compile(r"^Connection to (?P<host>\S+) closed by remote host|^client_loop: send disconnect", re.M)
 
 
@@ -37,12 +38,15 @@ def first(text: str) -> dict:
 
 
 def lost_helper(text: str) -> dict:
-    """{"host", "number"} of the first node on which mpirun has lost its helper, as far as told; None where it lost none."""
-    found = [match for match in (form.search(text) for form in (INTEL_HELPER, OPEN_MPI_HELPER, SSH)) if match]
+    """{"host", "number", "remote"} of the first node where mpirun has lost its helper: one of them; None where it lost none.
+
+    remote: the host name of a node that is not the head.
+    """
+    found = [match for match in (form.search(text) for form in (INTEL_HELPER, OPEN_MPI_HELPER, SSH, OPEN_MPI_SPAWN)) if match]
     if not found:
         return None
-    told = found[0].groupdict()
-    return {"host": told.get("host"), "number": int(told["number"]) if told.get("number") else None}
+    told = dict({"host": None, "number": None, "remote": None}, **found[0].groupdict())
+    return dict(told, number=told["number"] and int(told["number"]))
 
 
 def signal_name(number: int) -> str:
