@@ -52,9 +52,9 @@ def judge(evidence: list, mpirun: dict, passed: dict) -> dict:
         verdict = verdict or (killed if killed and killed["kind"] == "vanished" else of_unbegun(evidence))
     verdict = verdict or first_peer(evidence) or killed
     verdict = verdict or first_ended(evidence, ("orphaned",))
-    if mpirun["exit_code"] or mpirun["signal"]:
-        verdict = verdict or of_helper(mpirun.get("lost_helper"), mpirun["exit_code"])
-    verdict = verdict or first_ended(evidence, tuple(ENDED_BECAUSE))
+    ended = first_ended(evidence, tuple(ENDED_BECAUSE))
+    if ended or mpirun["exit_code"] or mpirun["signal"]:  # Open MPI ends with 0 where it has lost a node
+        verdict = verdict or of_helper(mpirun.get("lost_helper"), mpirun["exit_code"]) or ended
     if verdict is None and mpirun["exit_code"]:
         verdict = dict(EMPTY, kind="mpirun", exit_code=mpirun["exit_code"])
         verdict["summary"] = "mpirun ended with exit code %d and no rank says why" % mpirun["exit_code"]

@@ -162,6 +162,7 @@ def test_where_mpirun_lost_its_helper_is_understood(text: str) -> None:
     mpirun = {"exit_code": 255, "signal": None, "is_ours": False, "killed": None, "lost_helper": "node1"}
     assert verdicts.judge(found, mpirun, None)["node"] == "node1"
     assert verdicts.judge(found, mpirun, None)["summary"].startswith("mpirun lost its helper on node1: ")
+    assert verdicts.judge(found, {**mpirun, "exit_code": 0}, None)["node"] == "node1"  # as Open MPI ends then
     own = verdicts.Evidence(1, "node0", {**ended, "ended_by": None, "exit_code": 3}, 2.0, None)
     assert verdicts.judge([*found, own], mpirun, None)["rank"] == 1
     assert verdicts.judge([], {**mpirun, "exit_code": 0}, None) is None
