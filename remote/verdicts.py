@@ -110,7 +110,7 @@ def of_helper(node: str, exit_code: int) -> dict:
     """The verdict that mpirun lost what it runs on a node; None where it has lost nothing."""
     if node is None:
         return None
-    text = "mpirun lost its helper on %s: that was killed there, or the SSH connection to it broke" % (node or "a node")
+    text = "mpirun lost its helper on %s: it was killed, did not start, or the SSH connection to it broke" % (node or "a node")
     return dict(EMPTY, kind="mpirun", node=node or None, exit_code=exit_code, summary=text)
 
 

@@ -104,7 +104,7 @@ def judge(status: Mapping[str, Any], exits: Iterable[Mapping[str, Any]]) -> Verd
 def _judged(state: str, found: Mapping[str, Any]) -> Verdict:
     return Verdict(
         state=state,
-        summary=(_helper_that_did_not_start(found["tail"]) if found["kind"] == "mpirun" else "") or found["summary"],
+        summary=(_helper_that_did_not_start(found["tail"]) if found["tail_of"] == "mpirun" else "") or found["summary"],
         rank=found["rank"],
         node=found["node"],
         exit_code=found["exit_code"],
