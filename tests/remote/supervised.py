@@ -169,7 +169,8 @@ class MpiNode(Node):
             command=(*self.before, self.python, str(self.agent_dir / "rank.py")),
         )
         command = mpi_command(request)
-        self.hostfile = command.hostfile
+        if self.flavour == "openmpi":
+            self.hostfile = command.hostfile  # its own dialect
         launch = {"stop_signal": STOP_SIGNAL[self.flavour], **launch}
         code, answer = self.start(launch, command.argv, **{**command.env, **env})
         assert code == 0, answer
