@@ -109,7 +109,8 @@ class Keeper:
             self._deadline = now + (0.0 if self.ended_by else grace_s)
             self.ended_by = self.ended_by or "interrupt"
         elif signum in LOST:
-            self._give_up("abort" if os.getppid() == self._guard_pid else "orphaned")
+            has_parents = os.getppid() == self._guard_pid and processes.parent(self._guard_pid) == self._rank.launcher_pid
+            self._give_up("abort" if has_parents else "orphaned")
         elif signum in (signal.SIGUSR1, signal.SIGUSR2):
             self._script.send(signum)
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from supervised import MpiNode, tagged
+from supervised import MpiNode, records, tagged, until
 
 from orchestrator.planning.mpirun import Flavour
 
@@ -122,6 +123,19 @@ def test_it_is_named_as_far_as_can_be_known_when_nobody_has_begun(mpi_node: MpiN
     else:
         assert (status["reason"], status["verdict"]["rank"]) == (KILLED, VICTIM)
     assert tagged("none") == []
+
+
+@pytest.mark.stack
+@pytest.mark.parametrize("flavour", FLAVOURS)
+def test_a_killed_helper_of_mpirun_is_not_taken_for_an_end_that_mpirun_wanted(mpi_node: MpiNode) -> None:
+    """The ranks' outermost processes live on: that their own parent has gone tells it from mpirun's ending of a job."""
+    mpi_node.start_mpi(mpi_node.launch("helper", "import time; print('begun'); time.sleep(600)"))
+    mpi_node.until_all_say("helper", "begun")
+    record = until(lambda: records.read_record(str(mpi_node.run_dir("helper") / "rank-2.json")), "the record of rank 2")
+    os.kill(record["launcher"]["pid"], signal.SIGKILL)
+    status = mpi_node.until_final("helper")
+    assert (status["state"], status["verdict"]["kind"] in ("mpirun", "orphaned")) == ("failed", True), status
+    assert tagged("helper") == []
 
 
 def test_what_each_mpirun_says_is_understood() -> None:
