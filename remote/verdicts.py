@@ -90,11 +90,7 @@ def first_killed(evidence: list, killed: Killed) -> dict:
         return None
     if those[0].record:
         return of_rank(those[0])
-    verdict = dict(EMPTY, kind="vanished", node=those[0].node, signal=killed.signal)
-    if len(those) == 1:
-        verdict["rank"] = those[0].rank
-    elif len({one.node for one in those}) > 1:
-        verdict["node"] = None
+    verdict = dict(EMPTY, kind="vanished", signal=killed.signal, **common_place(those))
     begun = "" if those[0].has_begun else " before it had begun"
     verdict["summary"] = "%s was killed by %s%s" % (name_places(those, "one of "), killed.signal, begun)
     return verdict
@@ -117,7 +113,7 @@ def of_helper(node: str, exit_code: int) -> dict:
 def never_began(those: list) -> dict:
     """The verdict on ranks of which nothing was ever heard."""
     text = "%s never began: nothing was ever heard of %s" % (name_places(those), "it" if len(those) == 1 else "them")
-    return dict(EMPTY, kind="vanished", rank=those[0].rank, node=those[0].node, summary=text)
+    return dict(EMPTY, kind="vanished", summary=text, **common_place(those))
 
 
 def first_ended(evidence: list, why: tuple) -> dict:
@@ -212,6 +208,12 @@ def is_failure(record: dict) -> bool:
 def is_about_peer(record: dict) -> bool:
     """Whether it failed because another rank was not there any more, or did not come in time."""
     return bool(record.get("reason")) and record["reason"]["kind"] in ("peer_lost", "collective_timeout")
+
+
+def common_place(those: list) -> dict:
+    """The rank and the node of a verdict on these, as far as it is one."""
+    nodes = {one.node for one in those}
+    return {"rank": those[0].rank if len(those) == 1 else None, "node": those[0].node if len(nodes) == 1 else None}
 
 
 def name_places(those: list, several: str = "") -> str:

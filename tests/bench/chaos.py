@@ -223,7 +223,11 @@ def judge(lab: Loopback, inventory: Path, run_dir: Path, trial: Trial) -> None:
         trial.wrong.append(f"{trial.state}: {verdict.get('summary')}, although nothing of the run was hit")
     if trial.state == "failed" and trial.rank is not None and not names(verdict, trial.rank):
         trial.wrong.append(f"rank {trial.rank} was hit, but the verdict is: {verdict.get('summary')}")
-    if trial.state == "failed" and trial.victim in OF_MPIRUN and verdict.get("kind") not in ("mpirun", "orphaned"):
+    is_about_mpirun = verdict.get("kind") in ("mpirun", "orphaned") or (verdict.get("kind"), verdict.get("rank")) == (
+        "vanished",
+        None,
+    )
+    if trial.state == "failed" and trial.victim in OF_MPIRUN and not is_about_mpirun:
         trial.wrong.append(f"{trial.victim} was hit, but the verdict is: {verdict.get('summary')}")
     if trial.victim == "supervisor" and trial.state == "failed":
         trial.wrong.append(f"the supervisor was hit, but the verdict is: {verdict.get('summary')}")

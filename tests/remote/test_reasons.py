@@ -190,6 +190,11 @@ def test_a_rank_that_never_began_is_blamed_before_what_followed() -> None:
         assert judged(*others, unbegun, exit_code=255) == ("vanished", 2, "n1")
         assert judged(*others, unbegun, exit_code=255, killed=told) == ("vanished", 2, "n1")
     assert judged(evidence(0, "n0", 1.0, exit_code=3), unbegun, exit_code=255, killed=told) == ("exit", 0, "n0")
+    assert judged(orphan, unbegun, unbegun._replace(rank=3), exit_code=255) == (
+        "vanished",
+        None,
+        "n1",
+    )  # as MPICH's helper there is killed
     assert judged(unbegun, exit_code=255) == ("mpirun", None, None)  # nobody has begun: mpirun has not worked
     assert judged(evidence(0, "n0", 1.0), unbegun) == ()  # without heartbeats' word, a good end of mpirun is a good end
 
