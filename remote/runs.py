@@ -94,7 +94,8 @@ class Run:
         for name in [name for name in names if name.startswith("rank-") and name.endswith(".json")]:
             record = records.read_record(os.path.join(self.run_dir, name))
             if record and name.endswith(".exit.json"):
-                by_rank.setdefault(record["rank"], {"rank": record["rank"], "exit": None})["exit"] = record
+                known = {"rank": record["rank"], "node": record["node"]}  # all there is of a rank that ended before it began
+                by_rank.setdefault(record["rank"], known)["exit"] = record
             elif record:
                 by_rank.setdefault(record["rank"], {"exit": None}).update(record)
         return [by_rank[rank] for rank in sorted(by_rank)]

@@ -294,7 +294,7 @@ def test_a_rank_ends_with_its_parent(node: Node, begin: Begin) -> None:
     until(lambda: not tagged("orphan"), "its end")
     record = exit_record(node, "orphan")
     assert record is not None
-    assert (record["ended_by"], record["stopped"]) == ("abort", True)
+    assert (record["ended_by"], record["stopped"]) == ("orphaned", True)
 
 
 def test_nothing_that_a_rank_started_outlives_it(node: Node, begin: Begin) -> None:
@@ -339,6 +339,8 @@ def test_a_rank_whose_mpirun_is_gone_does_not_begin(node: Node, begin: Begin) ->
         process = begin(node.launch("late", "raise SystemExit('it ran')", size=1), mpi, pass_fds=[theirs.fileno()])
     assert "mpirun has gone already" in process.communicate(timeout=LIMIT_S)[1]
     assert process.returncode == 97
+    (told,) = node.status("late")["ranks"]
+    assert (told["rank"], told["node"], told["exit"]["exit_code"]) == (0, "node0", 97)
     record = exit_record(node, "late")
     assert record is not None and (record["ended_by"], record["error"]) == ("orphaned", None)  # it has not failed by itself
 
