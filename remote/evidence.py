@@ -97,7 +97,5 @@ def guard_pids(run, launch: dict, head) -> dict:
 def nodes_at(host: str, launch: dict, hostfile: str) -> list:
     """The nodes that mpirun means by a name: a host name, or the address in the hostfile."""
     at = {plan["node"] for plan in launch["ranks"] if host and plan.get("hostname") == host}
-    # One line for each node, in the order of the ranks: `ADDRESS slots=2` (Open MPI) or `ADDRESS:2`.
-    words = [line.split() for line in hostfile.splitlines() if line.strip()]
-    addresses = [line[0] if len(line) > 1 else line[0].rpartition(":")[0].strip("[]") for line in words]
+    addresses = [address for address, _ in regroup.hosts_of(hostfile)]
     return sorted(at | {node for place, node in enumerate(regroup.nodes_of(launch)) if addresses[place : place + 1] == [host]})

@@ -1,5 +1,7 @@
 """A run without some of its nodes: ranks renumbered, hostfile and world size anew. Pure, over the order of `supervise.py`."""
 
+import itertools
+
 ACCUMULATION = ("--gradient_accumulation_steps", "--gradient-accumulation-steps")
 
 
@@ -13,8 +15,8 @@ def without(order: dict, lost: list) -> dict:
     ranks = [dict(rank, log=rank.get("log", rank["rank"])) for rank in launch["ranks"] if rank["node"] not in lost]
     ranks = [dict(rank, rank=number) for number, rank in enumerate(ranks)]
     files = dict(order["files"])
-    lines = files["hostfile"]["text"].splitlines(True)  # one for each node, in the order of the ranks
-    kept = [lines[place] for place, node in enumerate(nodes) if node not in lost]
+    hosts = hosts_of(files["hostfile"]["text"])
+    kept = [lines for place, (_, lines) in enumerate(hosts) if nodes[place] not in lost]
     files["hostfile"] = dict(files["hostfile"], text="".join(kept))
     argv = list(order["mpirun"]["argv"])
     argv[argv.index("-n") + 1] = str(len(ranks))
@@ -24,6 +26,18 @@ def without(order: dict, lost: list) -> dict:
         files=files,
         mpirun=dict(order["mpirun"], argv=argv),
     )
+
+
+def hosts_of(hostfile: str) -> list:
+    """(Address, what stands in the file for it) of each node, in the order of the ranks.
+
+    A line is `ADDRESS:2`, `ADDRESS slots=2` (Open MPI), or an IPv6 address alone (Intel), which is repeated where nodes differ.
+    """
+    found = []
+    for line, same in itertools.groupby(hostfile.splitlines(True)):
+        word = line.split()[0]
+        found.append((word.partition(":")[0] if word.count(":") == 1 else word, "".join(same)))
+    return found
 
 
 def nodes_of(launch: dict) -> list:

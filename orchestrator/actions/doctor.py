@@ -12,7 +12,7 @@ from orchestrator.actions.dialogue import Dialogue
 from orchestrator.actions.meeting import try_ssh, try_ways, with_all
 from orchestrator.actions.model import parameter_count
 from orchestrator.actions.probe import check_root, interpreter
-from orchestrator.actions.refusals import refusals
+from orchestrator.actions.refusals import head_refusals, refusals
 from orchestrator.errors import ClusterTrainError, PreflightError, UnreachableError
 from orchestrator.nodes.fleet import connect_each, on_all
 from orchestrator.nodes.transport import Channel, Transport, failure_of
@@ -152,6 +152,7 @@ def _examined(
             emit(Step(text=choice.reason))
         return Diagnosis(findings=by_severity(found), nodes=nodes, health=health, network=choice)
     emit(Step(text=choice.reason))
+    head_refusals(inventory, choice, found)
     names = sorted({node.hostname for node in nodes})
     found += name_findings(nodes, with_all(lambda _, dialogue: dict(dialogue.ask("resolve", names=names)), dialogues, found))
     ways = try_ways(inventory, dialogues, nodes, choice, found)

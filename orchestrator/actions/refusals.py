@@ -13,6 +13,8 @@ from orchestrator.actions.resolve import known_lock, wheel_path
 from orchestrator.actions.sync import sources
 from orchestrator.errors import ClusterTrainError
 from orchestrator.planning.checks import helpers_beside, mpi_findings, room_findings
+from orchestrator.planning.mpirun import refuse_head
+from orchestrator.planning.network import NetworkChoice
 from orchestrator.planning.occupancy import find_remains, occupancy_findings
 from orchestrator.planning.preflight import Finding, disagreements, unfit_for
 from orchestrator.planning.wheels import plan_stack
@@ -44,6 +46,13 @@ def refusals(
         runnable = with_all(lambda _, dialogue: list(dialogue.ask("runnable", paths=helpers)), dialogues, found)
         found += mpi_findings(head, health, runnable)
     _occupancy(inventory, head, health, dialogues, found)
+
+
+def head_refusals(inventory: Inventory, choice: NetworkChoice, found: list[Finding]) -> None:
+    """Add to the findings that the MPI cannot start ranks on other nodes from the head's address."""
+    head, mpi = choice.endpoints[0], inventory.stack.mpi
+    if mpi != "system":
+        _caught("the MPI cannot start there", head.node, lambda: refuse_head(mpi, head.address), found)
 
 
 def _stack(inventory: Inventory, nodes: Sequence[NodeFacts], health: Mapping[str, NodeHealth], found: list[Finding]) -> None:

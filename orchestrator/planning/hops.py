@@ -98,10 +98,10 @@ def known_hosts(hops: Sequence[Hop]) -> str:
 
 
 def wrapper(directory: str, head_address: str, environment: Mapping[str, str] | None = None) -> str:
-    """The program that mpirun calls as ssh, with `-q -x HOST COMMAND...` (hydra) or `-x HOST COMMAND...` (Open MPI).
+    """The program that mpirun calls as ssh, with `-q -x HOST COMMAND...` (hydra; `-q -6 -x` with IPv6) or `-x HOST COMMAND...`.
 
-    -q would hide why a login failed. For the head itself, whose address hydra does not always take for its own, no
-    connection is made: the command runs in a shell, as sshd would run it.
+    -q would hide why a login failed; -6 goes without saying of an address. For the head itself, whose address hydra does not
+    always take for its own, no connection is made: the command runs in a shell, as sshd would run it.
 
     Args:
         environment: for the command on another node, where the head's own does not come along.
@@ -111,6 +111,7 @@ def wrapper(directory: str, head_address: str, environment: Mapping[str, str] | 
     told = f'if [ "$1" = -x ]; then host=$2; shift 2; set -- -x "$host" env {words} "$@"; fi\n' if words else ""
     return f"""#!/bin/sh
 [ "$1" = -q ] && shift
+[ "$1" = -6 ] && shift
 if [ "$1" = -x ] && [ "$2" = {shlex.quote(head_address)} ]; then
     shift 2
     exec /bin/sh -c "$*"

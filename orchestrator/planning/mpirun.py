@@ -83,13 +83,30 @@ class MpiRequest:
 
 
 def mpi_command(request: MpiRequest) -> MpiCommand:
-    """The command of a request in its flavour's dialect."""
+    """The command of a request in its flavour's dialect; raises PreflightError where the flavour cannot do it."""
+    if request.uses_ssh:
+        refuse_head(request.flavour, request.hosts[0][0])
     return _openmpi(request) if request.flavour == "openmpi" else _hydra(request)
+
+
+def refuse_head(flavour: Flavour, address: str) -> None:
+    """Raise PreflightError where a flavour cannot start ranks on other nodes from a head with this address."""
+    if flavour == "openmpi" and ip_address(address).is_loopback:
+        raise PreflightError(
+            f"Open MPI takes {address}, the head, for another machine: no card bears a loopback address",
+            advice="name the nodes by addresses of their cards, or use `mpi: impi` or `mpi: mpich`",
+        )
+    if flavour == "mpich" and ":" in address:  # at the first of which its mpirun cuts an address, whatever is around it
+        raise PreflightError(
+            f"MPICH's mpirun knows no IPv6 address such as the head's, {address}",
+            advice="use `mpi: impi` or `mpi: openmpi`, or name an IPv4 `network` that all nodes have",
+        )
 
 
 def _hydra(request: MpiRequest) -> MpiCommand:
     counts = [count for _, count in request.hosts]
     equal = len(set(counts)) == 1
+    is_ipv6 = ":" in request.hosts[0][0]
     # Intel's `-f` takes a count of 1 on the first host as "unset", and -ppn overrides the file's counts: with unequal nodes
     # the counts must come from the file, through the option that believes it.
     option = "-f" if equal or request.flavour == "mpich" else "-machinefile"
@@ -99,6 +116,7 @@ def _hydra(request: MpiRequest) -> MpiCommand:
     if request.uses_ssh:
         # The card makes hydra give the other nodes an address to call back, where the head's name may not resolve.
         argv += ["-iface", request.interface, "-launcher", "ssh", "-launcher-exec", f"{request.run_dir}/ssh"]
+        argv += ["-v6"] if is_ipv6 else []
     for name, value in {**_library_ports(request), **request.variables}.items():
         argv += ["-genv", name, value]
     # Cores are rank.py's business; the abort of a run comes as SIGHUP, so that ranks tell it from a stop with its grace.
@@ -110,7 +128,7 @@ def _hydra(request: MpiRequest) -> MpiCommand:
         env["I_MPI_PORT_RANGE" if request.flavour == "impi" else "MPIEXEC_PORT_RANGE"] = "{}:{}".format(*request.ports.launcher)
     env |= {"UCX_POSIX_DIR": request.scratch, **topology} if topology else {}
     return MpiCommand(
-        hostfile="".join(f"{_bracketed(host)}:{count}\n" for host, count in request.hosts),
+        hostfile=_ipv6_hostfile(request, equal) if is_ipv6 else "".join(f"{host}:{count}\n" for host, count in request.hosts),
         argv=(*argv, *request.command),
         env=env,
         proxy_env={RUN_VARIABLE: request.run_id, **topology},
@@ -120,11 +138,6 @@ def _hydra(request: MpiRequest) -> MpiCommand:
 def _openmpi(request: MpiRequest) -> MpiCommand:
     if " " in request.run_dir:
         raise PreflightError(f"Open MPI's ssh takes no blank in a path: {request.run_dir}", advice="name another `root`")
-    if request.uses_ssh and ip_address(request.hosts[0][0]).is_loopback:
-        raise PreflightError(
-            f"Open MPI takes {request.hosts[0][0]}, the head, for another machine: no card bears a loopback address",
-            advice="name the nodes by addresses of their cards, or use `mpi: impi` or `mpi: mpich`",
-        )
     total = sum(count for _, count in request.hosts)
     argv = [request.program, "--hostfile", f"{request.run_dir}/hostfile", "-n", str(total)]
     argv += ["--map-by", "slot", "--bind-to", "none", "--prefix", request.program.rsplit("/bin/", 1)[0]]
@@ -177,5 +190,6 @@ def _library_ports(request: MpiRequest) -> dict[str, str]:
     }
 
 
-def _bracketed(host: str) -> str:
-    return f"[{host}]" if ":" in host else host
+def _ipv6_hostfile(request: MpiRequest, equal: bool) -> str:
+    """Intel's mpirun takes what follows an address for a part of it, brackets or not: hosts are repeated where counts matter."""
+    return "".join(f"{host}\n" * (1 if equal else count) for host, count in request.hosts)

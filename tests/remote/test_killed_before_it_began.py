@@ -187,7 +187,7 @@ def test_the_machine_is_found_by_host_name_and_by_address() -> None:
     ranks = [{"rank": number, "node": f"node{number // 2}", "hostname": f"host{number // 2}"} for number in range(4)]
     for hostfile in ("10.0.0.1:2\n10.0.0.2:2\n", "10.0.0.1 slots=2\n10.0.0.2 slots=2\n"):
         assert evidence.nodes_at("10.0.0.2", {"ranks": ranks}, hostfile) == ["node1"]
-    assert evidence.nodes_at("fd00::2", {"ranks": ranks}, "[fd00::1]:2\n[fd00::2]:2\n") == ["node1"]
+    assert evidence.nodes_at("fd00::2", {"ranks": ranks}, "fd00::1\nfd00::1\nfd00::2\nfd00::2\n") == ["node1"]
     assert evidence.nodes_at("fd00::2", {"ranks": ranks}, "fd00::1 slots=2\nfd00::2 slots=2\n") == ["node1"]
     assert evidence.nodes_at("host0", {"ranks": ranks}, "") == ["node0"]
     assert evidence.nodes_at("elsewhere", {"ranks": ranks}, "") == []

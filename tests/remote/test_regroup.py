@@ -43,6 +43,21 @@ def test_a_lost_node_is_left_out() -> None:
 
 
 @pytest.mark.parametrize(
+    ("hostfile", "left"),
+    [
+        ("10.0.0.1 slots=2\n10.0.0.2 slots=2\n10.0.0.3 slots=2\n", "10.0.0.1 slots=2\n10.0.0.3 slots=2\n"),
+        ("fd77::1\nfd77::2\nfd77::3\n", "fd77::1\nfd77::3\n"),
+        ("fd77::1\nfd77::1\nfd77::2\nfd77::2\nfd77::3\n", "fd77::1\nfd77::1\nfd77::3\n"),
+    ],
+)
+def test_every_dialect_of_hostfiles_loses_the_node(hostfile: str, left: str) -> None:
+    """Open MPI's, and Intel's with IPv6, where a host is repeated if the nodes differ."""
+    first = order()
+    first["files"]["hostfile"]["text"] = hostfile
+    assert regroup.without(first, ["node1"])["files"]["hostfile"]["text"] == left
+
+
+@pytest.mark.parametrize(
     ("argv", "ranks", "kept", "said"),
     [
         (["--lr", "1"], (4, 2), ["--lr", "1", "--gradient_accumulation_steps", "2"], "stays as it was"),

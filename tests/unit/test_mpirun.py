@@ -43,6 +43,22 @@ def test_unequal_nodes_take_their_counts_from_the_hostfile() -> None:
     assert "-ppn" not in made.argv
 
 
+def test_intel_mpi_with_ipv6() -> None:
+    """It must be told, takes addresses without brackets, and no count beside one: a host is repeated where counts matter."""
+    made = mpi_command(replace(REQUEST, hosts=(("fd77::10", 2), ("fd77::11", 2))))
+    assert made.hostfile == "fd77::10\nfd77::11\n"
+    assert made.argv[1:7] == ("-f", "/r/runs/1/hostfile", "-n", "4", "-ppn", "2") and "-v6" in made.argv
+    unequal = mpi_command(replace(REQUEST, hosts=(("fd77::10", 2), ("fd77::11", 1))))
+    assert unequal.hostfile == "fd77::10\nfd77::10\nfd77::11\n"
+    assert unequal.argv[1] == "-machinefile" and "-ppn" not in unequal.argv
+
+
+def test_mpich_with_ipv6_is_refused() -> None:
+    """Its mpirun cuts an address at the first colon."""
+    with pytest.raises(PreflightError, match="knows no IPv6 address"):
+        mpi_command(replace(REQUEST, flavour="mpich", hosts=(("fd77::10", 2), ("fd77::11", 2))))
+
+
 def test_mpich_reads_unequal_counts_from_its_own_option() -> None:
     """MPICH's -f holds the counts; it has no binding to switch off."""
     made = mpi_command(replace(REQUEST, flavour="mpich", hosts=(("a", 1), ("b", 2))))
