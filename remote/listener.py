@@ -10,6 +10,7 @@ import selectors
 import socket
 import time
 
+import records
 import wire
 
 RETURN_S = 1.0  # for a rank whose connection has broken: to come back, or for its guard to speak for it
@@ -135,15 +136,16 @@ class Listener:
         self._serve(link)
 
     def _serve(self, link: wire.Link) -> None:
+        why = "it was closed"
         try:
             for message in link.pump():
                 self._take(link, message)
             if link.has_unsent and not link.is_over:
                 link.pump()
-        except (OSError, ValueError, KeyError, TypeError):
-            link.is_over = True
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            link.is_over, why = True, error
         if link.is_over:
-            self._drop(link)
+            self._drop(link, why)
 
     def _take(self, link: wire.Link, message: dict) -> None:
         if message["kind"] == "hello":
@@ -173,10 +175,12 @@ class Listener:
             rank.logged_s = time.monotonic()
         rank.link, rank.hello, rank.gone_s, rank.without, self.has_news = link, hello, None, None, True
 
-    def _drop(self, link: wire.Link) -> None:
+    def _drop(self, link: wire.Link, why: object = "it was let go") -> None:
         self._strangers.pop(link, None)
         rank = self._owners.pop(link, [None])[0]
         if rank:
+            if not rank.ended:
+                records.complain("the connection of rank %d on %s broke: %s" % (rank.number, rank.node, why))
             rank.link, rank.gone_s, self.has_news = None, time.monotonic(), True
         self._let_go(link)
 
