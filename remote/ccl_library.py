@@ -62,10 +62,11 @@ def set_environment(libraries, environ=os.environ):
     """What oneCCL and Intel MPI read from the environment; the values that are there already win."""
     defaults = {
         "CCL_LOG_LEVEL": "error",
-        # The thread that waits for an operation, and oneCCL's worker that runs it, both spin. Where they let others have the
-        # core meanwhile they cost the computing threads next to nothing: with 4 ranks on 2 cores 64 KB take 0.2 ms so, and
-        # 18 ms where the calling thread itself does the work (CCL_WORKER_OFFLOAD=0), which never yields.
-        "CCL_YIELD": "sched_yield",
+        # The thread that waits for an operation, and oneCCL's worker that runs it, ask again and again, and sleep in between,
+        # for some 50 us. CCL_YIELD=sched_yield answers sooner where nobody else wants the core; where others do, Linux 6.18
+        # was seen to give them none of it for more than a minute, another rank and the process that shows it alive among
+        # them. With CCL_WORKER_OFFLOAD=0 the calling thread does the work and never lets go.
+        "CCL_YIELD": "sleep",
         "CCL_SPIN_COUNT": "1",
         "CCL_WORKER_AFFINITY": _own_cores(environ),
         "FI_PROVIDER": "tcp",
