@@ -35,6 +35,7 @@ SPEAK_MPI = (
     "world = 0x44000000\n"
     "mpi.MPI_Barrier(world)\n"
     "print('met')\n"
+    "mpi.MPI_Barrier(world)\n"  # all have said so before one fails
     "if sys.argv[1] == 'fail' and os.environ['RANK'] == '1': os._exit(3)\n"
     "mpi.MPI_Barrier(world)\n"
     "mpi.MPI_Finalize()\n"
