@@ -13,6 +13,8 @@ import termios
 import time
 
 ALIVE = b"alive\n"  # the word that asks for nothing
+BEAT_S = 5.0  # how often our own callers say it
+SILENCE_S = 30.0  # how long they may be silent
 EXIT_CODE = 75  # of a script that its caller has left without a word
 ASLEEP_S = 5.0  # so much later than it was set, an alarm tells that this process slept, not that the caller is gone
 LONGEST_WAIT_S = 3600.0

@@ -22,8 +22,6 @@ import records
 import resume
 import runs
 
-SILENCE_S = 30.0
-BEAT_S = 5.0
 AGAIN_S = (1.0, 5.0, 15.0)  # between two tries to reach a node; the last one again and again
 LEAVE_LIMIT_S = 3.0
 # Sooner than ssh_config's own: a node that was cut off is to be asked again as soon as it is back.
@@ -154,7 +152,7 @@ def owner_of(run_dir: str, run_id: str) -> dict:
         records.complain(str(problem))
     told = {name: found[name] for name in found if name not in ("state", "user", "is_own", "since_unix_s")} if found else {}
     root = os.path.dirname(os.path.dirname(run_dir))
-    return dict({"root": root}, **dict(told, run_id=run_id, silence_s=SILENCE_S))
+    return dict({"root": root}, **dict(told, run_id=run_id, silence_s=caller.SILENCE_S))
 
 
 def hold(holders: list, selector: selectors.BaseSelector, record: str) -> None:
@@ -162,7 +160,7 @@ def hold(holders: list, selector: selectors.BaseSelector, record: str) -> None:
     told, tick_s = None, 0.0
     while True:
         if time.monotonic() >= tick_s:
-            tick_s = time.monotonic() + (BEAT_S if all(not holder.is_asked for holder in holders) else AGAIN_S[0])
+            tick_s = time.monotonic() + (caller.BEAT_S if all(not holder.is_asked for holder in holders) else AGAIN_S[0])
             for holder in holders:
                 holder.tick()
         for key, _ in selector.select(max(0.0, tick_s - time.monotonic())):

@@ -13,6 +13,12 @@ from orchestrator.nodes.archive import Entry, archive
 from orchestrator.nodes.transport import Completed, Transport, check, parse_json, run
 
 COMMAND_TIMEOUT_S = 60
+# What a script that stays is promised (remote/caller.py): the word ALIVE every BEAT_S. After SILENCE_S without one it ends, and
+# so does whoever waits for it in vain: a cut network tells neither side that it is, and TCP alone would do so after hours.
+ALIVE = b"alive\n"
+BEAT_S = 5.0
+SILENCE_S = 30.0
+GIVEN_UP = 75  # its exit code then
 NOT_SHIPPED = frozenset({"run_qa.py"})  # an example job, not part of the agent
 
 

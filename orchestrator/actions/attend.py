@@ -44,19 +44,13 @@ def attend(fleet: Fleet, job: Job, run: RunReference, record: RunRecord, emit: E
         UnreachableError: a connection broke and could not be made again; the run goes on.
     """
     follower = Follower(fleet, run, record, emit)
-    presses: list[int] = []
-
-    def press() -> None:
-        presses.append(1)
-        follower.interrupt()
-
-    with _interrupts(press):
+    with _interrupts(follower.interrupt):
         start()
         outcome, was_stopped = _follow_to_the_end(fleet, job, run, follower, record, emit)
     if outcome.verdict.state in FINAL_STATES:
         record.write("verdict.json", outcome.verdict.to_json())
     if was_stopped:
-        _fetch_unless_interrupted(fleet, job, run, record, emit, is_wanted=len(presses) == 1)
+        _fetch_unless_interrupted(fleet, job, run, record, emit, is_wanted=follower.interrupts == 1)
         raise Interrupted(f"run {run.run_id} was stopped", advice=f"its record: {record.path}")
     _fetch(fleet, job, run, record, emit, is_needed=outcome.verdict.state == "succeeded")
     return outcome

@@ -21,10 +21,6 @@ ANSWER_TIMEOUT_S = 60.0
 CANCEL_TIMEOUT_S = 10.0
 WAIT_READ_S = 1.0
 UNUSABLE = "look whose directory that is, and have its owner or root remove it or `chmod 1777` it"
-# A node that hears nothing from here for so long is let go: a cut network tells neither side that it is.
-SILENCE_S = 30.0
-BEAT_S = 5.0
-ALIVE = b"alive\n"
 SETTLING_LOOKS = 4  # a run that has just ended needs a moment: what is gone by then was no remains
 
 
@@ -77,7 +73,7 @@ class Hold:
     def beat(self) -> None:
         """Let the node know that we are here."""
         try:
-            self._channel.write(ALIVE)
+            self._channel.write(agent.ALIVE)
         except (OSError, EOFError, ValueError):
             pass  # it has ended or was let go
 
@@ -107,7 +103,7 @@ class Hold:
     def _open(self, owner: Mapping[str, Any]) -> Channel:
         channel = self.transport.open(self._argv)
         try:
-            channel.write(json.dumps({**owner, "silence_s": SILENCE_S}).encode() + b"\n")
+            channel.write(json.dumps({**owner, "silence_s": agent.SILENCE_S}).encode() + b"\n")
         except OSError:
             pass  # it has ended, and its exit code says why
         return channel
@@ -203,7 +199,7 @@ class Claim:
         self.release()
 
     def _beat(self) -> None:
-        while not self._is_over.wait(BEAT_S):
+        while not self._is_over.wait(agent.BEAT_S):
             for hold in list(self._holds.values()):
                 hold.beat()
 

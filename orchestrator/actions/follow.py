@@ -62,6 +62,8 @@ class Follower:
     Args:
         record: takes all that is followed, and says from where to go on, unless `view` leaves something out.
         view: what is shown.
+
+    `interrupts` is how often `interrupt` was called.
     """
 
     def __init__(self, fleet: Fleet, run: RunReference, record: RunRecord, emit: Emit, *, view: LogView = LogView()) -> None:  # noqa: B008  frozen
@@ -80,6 +82,7 @@ class Follower:
         self._over_s: float | None = None
         self._numbers: dict[int, int] = {}  # a rank's log -> its number, which changes when a node is left out
         self._told_notices = 0
+        self.interrupts = 0
         self.result = Followed(status={}, exits={})
 
     def start(self, *, live: bool = True, go_on: bool = False) -> int:
@@ -109,6 +112,7 @@ class Follower:
 
     def interrupt(self) -> None:
         """Let `follow` know of a Ctrl-C; may be called from a signal handler."""
+        self.interrupts += 1
         self._queue.put(("", INTERRUPT))
 
     def follow(self, on_interrupt: Callable[[int], bool] = lambda count: False) -> Followed:

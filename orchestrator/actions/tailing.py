@@ -14,11 +14,6 @@ from orchestrator.errors import ClusterTrainError, NodeError
 from orchestrator.nodes.fleet import Fleet
 from orchestrator.nodes.transport import Channel
 
-# Both ends of a tail say every few seconds that they are there: TCP alone would notice a cut network after minutes, or hours.
-BEAT_S = 5.0
-SILENCE_S = 30.0
-ALIVE = b"alive\n"
-GIVEN_UP = 75  # exit code of tail.py (remote/caller.py) when it has heard nothing from here for that long
 BACK_OFF_S = (0.5, 1.0, 2.0, 4.0, 8.0, 15.0)  # the last one again and again
 RECONNECT_LIMIT_S = 600.0
 FRUITLESS_LIMIT = 3  # ends of `tail.py` without a word from it, while the connection stands
@@ -70,7 +65,7 @@ class NodeTail:
     ) -> None:
         self._fleet, self._node, self._put = fleet, node, put
         self._root, self._python = place
-        self._arguments = [*arguments, *(("--silence-s", f"{SILENCE_S:g}") if is_live else ())]
+        self._arguments = [*arguments, *(("--silence-s", f"{agent.SILENCE_S:g}") if is_live else ())]
         self._offsets = dict(offsets)
         self._is_live = is_live
         self._channel: Channel | None = None
@@ -121,8 +116,8 @@ class NodeTail:
                 *whole, rest = (rest + data).split(b"\n")
                 for line in whole:
                     self._take(json.loads(line))
-            code = channel.wait(BEAT_S)
-            if code == GIVEN_UP:
+            code = channel.wait(agent.BEAT_S)
+            if code == agent.GIVEN_UP:
                 raise ConnectionError(channel.stderr().strip())
             return ("" if code == 0 else channel.stderr().strip() or f"exit code {code} of tail.py"), False
         except (OSError, EOFError, ValueError) as error:
@@ -130,17 +125,17 @@ class NodeTail:
 
     def _read(self, channel: Channel) -> bytes:
         """What the node sends next; meanwhile it hears from us. Raises ConnectionError where it says nothing at all."""
-        deadline = time.monotonic() + SILENCE_S
+        deadline = time.monotonic() + agent.SILENCE_S
         while True:
             now = time.monotonic()
             if self._is_live and now >= self._beat_s:
-                self._beat_s = now + BEAT_S
-                channel.write(ALIVE)
+                self._beat_s = now + agent.BEAT_S
+                channel.write(agent.ALIVE)
             try:
-                return channel.read(BEAT_S)
+                return channel.read(agent.BEAT_S)
             except TimeoutError:
                 if self._is_live and now > deadline:
-                    raise ConnectionError(f"nothing was heard from {self._node} for {SILENCE_S:g} s") from None
+                    raise ConnectionError(f"nothing was heard from {self._node} for {agent.SILENCE_S:g} s") from None
 
     def _take(self, message: Mapping[str, Any]) -> None:
         if "alive" in message:

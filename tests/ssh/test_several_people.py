@@ -179,12 +179,7 @@ def test_sharing_and_stopping_one_of_two(lab: Lab, tmp_path: Path, cluster_train
 
 def test_remains_of_a_crashed_run(lab: Lab, tmp_path: Path, cluster_train: ClusterTrain) -> None:
     """All that watched over a run was killed, its script lives on: the next `up` names it and refuses; --clean ends it."""
-    job, inventory = script(tmp_path, "import time\nprint('begun', flush=True)\ntime.sleep(300)"), lab.inventory("one", 0, 1)
-    first = lab.start("up", inventory, "--", job)
-    first.until("r1] begun")
-    first.process.kill()
-    (run_dir,) = (lab.root / "runs").iterdir()
-    stray = left_behind(lab, run_dir)
+    inventory, run_dir, stray = crashed(lab, tmp_path)
     refused = cluster_train("up", inventory, "--", script(tmp_path, "print('next')"))
     assert refused.exit_code == 5, refused.stderr
     assert run_dir.name in refused.stderr and str(stray) in refused.stderr and "--clean" in refused.stderr
@@ -198,13 +193,8 @@ def test_remains_of_a_crashed_run(lab: Lab, tmp_path: Path, cluster_train: Clust
 
 def test_a_person_at_the_terminal_is_asked(lab: Lab, tmp_path: Path) -> None:
     """ "n" refuses and ends nothing; "y" ends what was named, and the run starts."""
-    job, inventory = script(tmp_path, "import time\nprint('begun', flush=True)\ntime.sleep(300)"), lab.inventory("one", 0, 1)
-    first = lab.start("up", inventory, "--", job)
-    first.until("r1] begun")
-    first.process.kill()
-    (run_dir,) = (lab.root / "runs").iterdir()
-    stray = left_behind(lab, run_dir)
-    script(tmp_path, "print('next')")
+    inventory, _, stray = crashed(lab, tmp_path)
+    job = script(tmp_path, "print('next')")
     for answer, exit_code in ((b"n\n", 5), (b"y\n", 0)):
         ours, theirs = os.openpty()
         up = lab.start("up", inventory, "--", job, stdin=theirs)
@@ -218,17 +208,24 @@ def test_a_person_at_the_terminal_is_asked(lab: Lab, tmp_path: Path) -> None:
         assert lives == (exit_code == 5), up.text
 
 
-def left_behind(lab: Lab, run_dir: Path) -> int:
-    """Kill a run's supervisor, and leave a process with the run's tag on node1, as a script that got away would be."""
-    status = json.loads((run_dir / "status.json").read_text())
-    os.kill(status["supervisor"]["pid"], signal.SIGKILL)
+def crashed(lab: Lab, tmp_path: Path) -> tuple[Path, Path, int]:
+    """Kill a run's `up` and supervisor, and leave a process with the run's tag on node1, as a script that got away would be.
+
+    Returns the inventory, the run's directory, and the process's number.
+    """
+    job, inventory = script(tmp_path, "import time\nprint('begun', flush=True)\ntime.sleep(300)"), lab.inventory("one", 0, 1)
+    first = lab.start("up", inventory, "--", job)
+    first.until("r1] begun")
+    first.process.kill()
+    (run_dir,) = (lab.root / "runs").iterdir()
+    os.kill(json.loads((run_dir / "status.json").read_text())["supervisor"]["pid"], signal.SIGKILL)
     command = f"CLUSTER_TRAIN_RUN_ID={run_dir.name} setsid sleep 300 >/dev/null 2>&1 </dev/null & echo $!"
     started = subprocess.run(lab.nodes[1].ssh(command), capture_output=True, text=True, check=True, timeout=LIMIT_S)
     deadline = time.monotonic() + LIMIT_S
     while lab.left():
         assert time.monotonic() < deadline, lab.left()
         time.sleep(0.05)
-    return int(started.stdout)
+    return inventory, run_dir, int(started.stdout)
 
 
 FAILS_UNTIL = """
