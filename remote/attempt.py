@@ -216,6 +216,8 @@ class Watch:
                 self.cause = FAILED
                 self._abort(ABORT_S, FORCE)
             elif self._missing(now):
+                for rank in self._missing(now):
+                    rank.lost_s = rank.missing_since(now, self._head.timeout_s)
                 self.cause = FAILED
                 self._abort(LOST_S, FORCE_LOST)
             else:

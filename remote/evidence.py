@@ -20,11 +20,12 @@ def gather(run, launch: dict, head) -> list:
     for plan in launch["ranks"]:
         number, node = plan["rank"], plan["node"]
         rank = head.ranks[number] if head else None
+        lost_s = rank.lost_s if rank else None
         if rank and rank.ended:
-            found.append(verdicts.Evidence(number, node, rank.ended, rank.ended_s, None))
+            found.append(verdicts.Evidence(number, node, rank.ended, rank.ended_s, lost_s))
         elif here.get(number):
             at_s = now - (now_unix_s - here[number]["ended_unix_s"])
-            found.append(verdicts.Evidence(number, node, here[number], at_s, None))
+            found.append(verdicts.Evidence(number, node, here[number], at_s, lost_s))
         elif number in here or (rank and rank.hello):
             missing_s = rank.missing_since(now, head.timeout_s) if rank else None
             found.append(verdicts.Evidence(number, node, None, None, missing_s))

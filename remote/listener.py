@@ -33,6 +33,7 @@ class Rank:
         self.cpu_at_log_s = 0.0  # of its CPU time, when it last wrote something
         self.heard_s = self.logged_s = now_s
         self.gone_s = None  # when its connection broke; None while it has one
+        self.lost_s = None  # since when it was missing, where the run is ended because of that
         self.ended = None  # its exit record; at first the short one, from before its processes were all ended
         self.ended_s = None
         self.stacks = None

@@ -121,16 +121,22 @@ class Pulse:
             if not self._link.is_known and now - self._tried_s > CONNECT_S:
                 raise socket.timeout("no answer within %d s" % CONNECT_S)
         except (OSError, ValueError) as error:
-            self._fail(error)
+            self._make_again(error)
             return []
         if said:
             self._was_known, self._heard_s, self._refused_s = True, now, None
         for message in said:
             self._noted = max(self._noted, message.get("noted", 0))
         if self._link.is_over:
-            self._drop()
-            self._retry_s = now + RETRY_S
+            self._make_again(ConnectionResetError("the other end closed the connection"))
         return said
+
+    def _make_again(self, error: Exception) -> None:
+        """At once after a connection that has worked for a while, as the head waits but a moment; else at a later tick."""
+        has_worked = self._link.is_known and time.monotonic() - self._tried_s > RETRY_S
+        self._fail(error)
+        if has_worked:
+            self._connect()
 
     def _fail(self, error: Exception) -> None:
         self._drop()

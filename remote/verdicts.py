@@ -1,7 +1,7 @@
 """What failed first: a pure judgement of what was heard of the ranks, of mpirun's end, and of the limits that were passed.
 
 A verdict is {"kind", "summary", "rank", "node", "exit_code", "signal", "reason", "tail", "tail_of", "ended_unix_s", "others"}.
-Kinds: exit, signal, refused, exception, out_of_memory, disk_full, collective_timeout, peer_lost (of a rank); vanished,
+Kinds: exit, signal, refused, exception, out_of_memory, disk_full, collective_timeout, peer_lost (of a rank); vanished, silent,
 node_lost, orphaned, ended, start_timeout, run_timeout, stalled, mpirun, resume. `others`: the ranks that ended because of it.
 """
 
@@ -22,7 +22,7 @@ EMPTY = {
 }
 
 # One rank's end as evidence. record: its exit record or None; at_s: when it was heard of; missing_s: since when it is
-# missing without a word, or None; has_begun: False where nothing was ever heard of it.
+# missing without a word, or was when the others were ended for it, or None; has_begun: False where nothing was ever heard of it.
 Evidence = collections.namedtuple("Evidence", "rank node record at_s missing_s has_begun")
 Evidence.__new__.__defaults__ = (True,)
 # What mpirun tells of the process of its own that was killed first: the ranks of which it was one, and the signal's name.
@@ -70,7 +70,7 @@ def judge(evidence: list, mpirun: dict, passed: dict) -> dict:
 def first_failure(evidence: list) -> dict:
     """The first that failed by itself, or was lost; not a rank that only says that a peer has gone, which may be any of them."""
     failed = [one for one in evidence if one.record and is_failure(one.record) and not is_about_peer(one.record)]
-    missing = [one for one in evidence if one.missing_s is not None]
+    missing = [one for one in evidence if one.missing_s is not None and one not in failed]
     causes = [(one.at_s, of_rank(one)) for one in failed]
     causes += [(min(one.missing_s for one in those), of_missing(node, those)) for node, those in by_node(missing, evidence)]
     return first(causes)
@@ -151,6 +151,10 @@ def of_missing(node: str, those: list) -> dict:
     verdict = dict(EMPTY, kind="node_lost" if is_node else "vanished", node=those[0].node)
     if is_node:
         verdict["summary"] = "%s was lost: nothing is heard of its %s" % (node, name_ranks(those))
+    elif those[0].record:
+        silence_s = those[0].at_s - those[0].missing_s
+        text = "%s was not heard of for %.0f s although it ran: it was frozen or starved of CPU time, or the network cut"
+        verdict.update(kind="silent", rank=those[0].rank, summary=text % (name_places(those), silence_s))
     else:
         verdict["rank"] = those[0].rank
         verdict["summary"] = "%s on %s vanished without a record of its end" % (name_ranks(those), those[0].node)
@@ -168,7 +172,8 @@ def by_node(missing: list, evidence: list) -> list:
     for node in sorted({one.node for one in missing}):
         those = [one for one in missing if one.node == node]
         since_s = min(one.missing_s for one in those)
-        spoke = [one for one in evidence if one.node == node and one.record and one.at_s > since_s]
+        spoke = [one for one in evidence if one.node == node and one not in those and one.record and one.at_s > since_s]
+        spoke = spoke or [one for one in those if one.record]
         found += [(None, [one]) for one in those] if spoke else [(node, those)]
     return found
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import queue
+import re
 import secrets
+import select
 import selectors
 import signal
 import socket
@@ -117,6 +119,22 @@ def test_a_node_that_falls_silent_is_lost(mpi_node: MpiNode) -> None:
     assert status["reason"] == "node1 was lost: nothing is heard of its ranks 2, 3"
     assert [(rank["exit"]["signal"], rank["exit"]["ended_by"]) for rank in status["ranks"][:2]] == [("SIGTERM", "abort")] * 2
     assert tagged("frozen") == []
+
+
+@pytest.mark.stack
+def test_a_rank_that_was_silent_too_long_is_named(mpi_node: MpiNode) -> None:
+    """It ran all the time and is ended with the others: not that is the verdict, but whose silence has ended them."""
+    mpi_node.start_mpi(two_nodes(mpi_node.launch("silent", TICKS, beat={"address": "127.0.0.1", "timeout_s": 6.0})))
+    until_running(mpi_node, "silent")
+    keeper = pids_of(mpi_node, "silent", (2,))[1]
+    os.kill(keeper, signal.SIGSTOP)
+    until(lambda: (mpi_node.run_dir("silent") / "rank-0.exit.json").exists(), "the end of the others")
+    os.kill(keeper, signal.SIGCONT)
+    status = mpi_node.until_final("silent")
+    verdict = status["verdict"]
+    assert (status["state"], verdict["kind"], verdict["rank"], verdict["node"]) == ("failed", "silent", 2, "node1"), verdict
+    assert re.match(r"rank 2 on node1 was not heard of for \d+ s although it ran", verdict["summary"])
+    assert tagged("silent") == []
 
 
 @pytest.mark.stack
@@ -272,6 +290,26 @@ def test_a_stranger_at_the_port_is_not_believed(head: Callable[..., Head], stran
     real = pulse.Pulse(there.listener.beat, {"rank": 0})
     until(lambda: (real.tick({"cpu_s": 0.0, "log_bytes": 0}), there.listener.living())[1], "the rank")
     real.part(5.0)
+
+
+def test_a_broken_connection_is_made_again_at_once(head: Callable[..., Head]) -> None:
+    """The head waits a second for the rank to return, which is also the time between two ticks: it must not wait for one."""
+    there = head(60.0)
+    one = pulse.Pulse(there.listener.beat, {"rank": 0})
+    until(lambda: (one.tick({"cpu_s": 0.0, "log_bytes": 0}), one.connection.is_known)[1], "the first connection")
+    first, began_s = one.connection, time.monotonic()
+    until(lambda: time.monotonic() - began_s > pulse.RETRY_S, "one that has worked for a while")
+    with socket.socket(fileno=os.dup(first.fileno())) as same:
+        same.shutdown(socket.SHUT_RDWR)  # as when something between the two ends it
+
+    def hear() -> bool:
+        if select.select([one.connection], [], [], 0.05)[0]:
+            one.hear()
+        return one.connection is not first and one.connection.is_known
+
+    until(hear, "the next connection, without a tick")
+    assert there.listener.ranks[0].gone_s is None and there.listener.living()
+    one.part(5.0)
 
 
 def test_a_rank_does_not_believe_a_false_head(head: Callable[..., Head]) -> None:

@@ -172,6 +172,15 @@ def test_a_lost_node_is_told_from_a_lost_rank() -> None:
     assert judged(evidence(0, "n0", 1.0), evidence(1, "n0", None)) == ("vanished", 1, "n0")
 
 
+def test_a_rank_that_was_silent_and_ran_is_named() -> None:
+    """Also where nobody else is on its node; what it failed with by itself before tells more."""
+    ended = {"signal": "SIGTERM", "exit_code": None, "ended_by": "abort"}
+    silent, other = evidence(2, "n1", 66.0, missing_s=5.0, **ended), evidence(0, "n0", 65.5, **ended)
+    assert judged(other, silent) == judged(other, silent, evidence(3, "n1", 65.4, **ended)) == ("silent", 2, "n1")
+    assert "rank 2 on n1 was not heard of for 61 s" in verdicts.judge([other, silent], GOOD_MPIRUN, None)["summary"]
+    assert judged(other, evidence(2, "n1", 66.0, missing_s=5.0, exit_code=3)) == ("exit", 2, "n1")
+
+
 def test_mpirun_is_blamed_last() -> None:
     """Killed by somebody it is named; its exit code counts where no rank says why; a good end has no verdict."""
     orphan = evidence(0, "n0", 1.0, signal="SIGTERM", exit_code=None, ended_by="orphaned")
