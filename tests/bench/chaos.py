@@ -4,7 +4,7 @@
 
 Each run has 4 ranks on two sshd's on loopback (for Open MPI in network namespaces, as root), which print numbered lines for two
 seconds. One process is killed with SIGKILL: the orchestrator, a tail, an sshd session (ours or mpirun's), ssh, the supervisor,
-mpirun, one of its daemons, a rank's guard or keeper, or its script. Afterwards:
+mpirun, one of its daemons, a rank's guard or keeper, its script, or a login under way (ours or mpirun's). Afterwards:
 
 orphans   a process of the run, on a node, 20 s after its end.
 wrong     the run did not end; its state is not what happened (`succeeded` although a rank did not finish, another rank named
@@ -55,6 +55,8 @@ FINAL = ("succeeded", "failed", "stopped", "lost")
 HARMLESS = ("orchestrator", "tail", "sshd", "other of ours")
 OF_A_RANK = ("guard", "keeper", "script")
 OF_MPIRUN = ("mpirun", "mpi daemon", "ssh", "sshd of mpirun")  # Open MPI needs its connections, hydra goes on without
+LOGIN = "sshd at login"  # it has not let anybody in yet: whether that is us or mpirun does not show
+TITLES_AT_LOGIN = ("[accepted]", "[net]", "[priv]")  # by which OpenSSH's processes are called until then
 
 T = TypeVar("T")
 
@@ -118,7 +120,7 @@ def attempt(lab: Loopback, inventory: Path, script: Path, number: int, chance: r
     if made := new_runs(lab, earlier):
         (run_dir,) = made
         judge(lab, inventory, run_dir, trial)
-    elif trial.victim not in ("none", "orchestrator", "sshd", "other of ours", "supervisor") or up.returncode == 0:
+    elif trial.victim not in ("none", "orchestrator", "sshd", LOGIN, "other of ours", "supervisor") or up.returncode == 0:
         trial.wrong.append(f"there is no run, and `up` ended with {up.returncode}")  # `start` may be hit before it has made one
     trial.seconds = time.monotonic() - killed_s
     until(lambda: not left(lab), ORPHAN_LIMIT_S)
@@ -174,7 +176,11 @@ def ours(lab: Loopback) -> Iterator[tuple[str, NodeProcess]]:
         for process in processes.values():
             kind = kind_of(process, processes.get(process.parent))
             below = {kind_of(one, None) for one in descendants(process.pid)} if kind == "sshd" else set()
-            yield "sshd of mpirun" if "mpi daemon" in below else kind, process
+            if "mpi daemon" in below:
+                kind = "sshd of mpirun"
+            elif kind == "sshd" and process.argv[-1].endswith(TITLES_AT_LOGIN):
+                kind = LOGIN
+            yield kind, process
 
 
 def kind_of(process: NodeProcess, parent: NodeProcess | None) -> str:
@@ -227,7 +233,7 @@ def judge(lab: Loopback, inventory: Path, run_dir: Path, trial: Trial) -> None:
         "vanished",
         None,
     )
-    if trial.state == "failed" and trial.victim in OF_MPIRUN and not is_about_mpirun:
+    if trial.state == "failed" and trial.victim in (*OF_MPIRUN, LOGIN) and not is_about_mpirun:
         trial.wrong.append(f"{trial.victim} was hit, but the verdict is: {verdict.get('summary')}")
     if trial.victim == "supervisor" and trial.state == "failed":
         trial.wrong.append(f"the supervisor was hit, but the verdict is: {verdict.get('summary')}")
@@ -277,9 +283,10 @@ def incomplete(run_dir: Path, record: Path) -> list[str]:
     for counter in (run_dir / "work").glob("written-*"):
         rank = counter.name.rpartition("-")[2]
         text = (run_dir / f"rank-{rank}.out").read_text()
-        lines, said = text.splitlines(), int(counter.read_text() or 0)
-        if lines != [f"tick {tick}" for tick in range(len(lines))] or len(lines) < said:
-            found.append(f"rank {rank} has written {said} lines, its log has {len(lines)}")
+        *lines, last = text.split("\n")  # the last is empty, or as much of a line as was written when the script was killed
+        said = int(counter.read_text() or 0)
+        if lines != [f"tick {tick}" for tick in range(len(lines))] or len(lines) < said or not f"tick {said}".startswith(last):
+            found.append(f"rank {rank} has written {said} lines, its log has {len(lines)} and {last!r}")
         copy = record / f"rank-{rank}.out"
         if copy.exists() and not text.startswith(copy.read_text()):
             found.append(f"the record of rank {rank} is not what it has written")
