@@ -15,6 +15,7 @@ SHAPES = (
     "all_reduce_scalar",
     "all_reduce_empty",
     "all_reduce_strided",
+    "all_reduce_large",
     "broadcast_scalar",
     "broadcast_empty",
     "broadcast_strided",
@@ -26,7 +27,17 @@ MOVEMENTS = (
     *("send_and_receive", "receive_from_any"),
 )
 OPERATIONS = (*REDUCTIONS, *BITWISE, *SHAPES, *FORMS, *MOVEMENTS)
-SUMS = ("SUM", "scalar", "empty", "strided", "coalesced", "reduce_scatter_tensor", "reduce_scatter_uneven", "premultiplied")
+SUMS = (
+    "SUM",
+    "scalar",
+    "empty",
+    "strided",
+    "large",
+    "coalesced",
+    "reduce_scatter_tensor",
+    "reduce_scatter_uneven",
+    "premultiplied",
+)
 
 
 def is_refused(operation: str, dtype: str) -> bool:

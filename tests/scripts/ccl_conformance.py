@@ -216,6 +216,7 @@ def run(operation, dtype, group):
     if last in FOLDS:
         return {"all_reduce": all_reduce, "reduce": reduce, "reduce_scatter": reduce_scatter}[name](dtype, group, last)
     options = {"scalar": {"shape": ()}, "empty": {"shape": (0, 5)}, "strided": {"strided": True}, "uneven": {"uneven": True}}
+    options["large"] = {"shape": (131, 1009)}  # of every type more than the 64 KB up to which oneCCL has another algorithm
     names = {"all_to_all_uneven": all_to_all_single}
     if operation not in globals() and last in options:
         return names.get(operation, globals().get(name))(dtype, group, **options[last])
