@@ -3,16 +3,18 @@
 Usage: install.py < plan
 
 The plan: {"root", "digest", "python", "wheels": [{"name", "version", "sha256", "filename"}], "verify": [module, ...],
-"uv": {"sha256", "filename"} or null}. Nothing is fetched from anywhere: every wheel lies in `<root>/wheelhouse/<sha256>/`
-already and is installed with its hash required. An environment `<root>/envs/<digest>` either exists and is complete (it holds
-complete.json, in which stands what a setvars.sh of its does: see setvars.py) or does not exist. Two installers of one digest wait
-for each other on a lock that dies with its owner and with what the owner started: an orphaned pip never writes into the directory
-of the next installer.
+"try": [module that need not import, ...], "uv": {"sha256", "filename"} or null}. Nothing is fetched from anywhere: every wheel
+lies in `<root>/wheelhouse/<sha256>/` already and is installed with its hash required. An environment `<root>/envs/<digest>`
+either exists and is complete (it holds complete.json, in which stands what a setvars.sh of its does: see setvars.py; and
+unusable.json, {module: why}, where one of "try" does not import) or does not exist. Two installers of one digest wait for each
+other on a lock that dies with its owner and with what the owner started: an orphaned pip never writes into the directory of the
+next installer.
 
 An installer whose caller has gone finishes all the same: the next `provision` finds its environment, or waits for it.
 
-Prints JSON lines: {"step": ..., "detail": ...} while it works, {"installed": bool, "versions": {...}, "seconds": ...} at the end;
-an error is told on stderr with exit code 1, after {"damaged": [path, ...]} where files here are to blame: repair.py removes them.
+Prints JSON lines: {"step": ..., "detail": ...} while it works, {"installed": bool, "versions": {...}, "unusable": {module: why},
+"seconds": ...} at the end; an error is told on stderr with exit code 1, after {"damaged": [path, ...]} where files here are to
+blame: repair.py removes them.
 """
 
 import fcntl
@@ -31,6 +33,7 @@ import setvars
 import unpack
 
 COMPLETE = "complete.json"
+UNUSABLE = "unusable.json"  # as in probe.py
 BUILDING = ".building"
 
 
@@ -53,12 +56,13 @@ def main():
     started = time.time()
     try:
         versions, installed = ensure(root, plan)
+        unusable = unusable_in(os.path.join(root, "envs", plan["digest"]))
     except (InstallError, setvars.SetvarsError, OSError, ValueError, KeyError) as error:
         if isinstance(error, DamagedError):
             say({"damaged": error.paths})
         sys.stderr.write("install: {}\n".format(error))
         return 1
-    say({"installed": installed, "versions": versions, "seconds": round(time.time() - started, 3)})
+    say({"installed": installed, "versions": versions, "unusable": unusable, "seconds": round(time.time() - started, 3)})
     return 0
 
 
@@ -98,6 +102,15 @@ def versions_of(environment):
             return json.load(record)["versions"]
     except (ValueError, KeyError) as error:
         raise DamagedError([environment], "its {} cannot be read: {!r}".format(COMPLETE, error))
+
+
+def unusable_in(environment):
+    """{module: why} of what need not import in a complete environment, and does not."""
+    path = os.path.join(environment, UNUSABLE)
+    if not os.path.exists(path):
+        return {}
+    with open(path) as record:
+        return json.load(record)
 
 
 def locked(envs, digest):
@@ -165,6 +178,7 @@ def build_from_wheels(root, plan, building, final, lock):
     say({"step": "verify", "detail": ", ".join(plan["verify"])})
     effect = setvars.effect_in(building, plan["verify"])
     versions = verify(os.path.join(building, "bin", "python"), plan["verify"], effect)
+    try_modules(building, plan.get("try", ()), effect)
     record = {"digest": plan["digest"], "versions": versions, "wheels": plan["wheels"]}
     with open(os.path.join(building, COMPLETE), "w") as out:
         json.dump(dict(record, environment=setvars.moved(effect, building, final)), out)
@@ -285,12 +299,32 @@ print(json.dumps(versions))
 """
 
 
+def try_modules(building, modules, effect):
+    """Note which of the modules that need not import do not: probe.py tells it to whoever chooses what a run uses."""
+    unusable = {}
+    for module in modules:
+        _, said = import_in(os.path.join(building, "bin", "python"), [module], effect)
+        if said:
+            unusable[module] = said[-1]
+    if unusable:
+        with open(os.path.join(building, UNUSABLE), "w") as out:
+            json.dump(unusable, out)
+
+
 def verify(python, modules, effect):
     """The versions that the modules say of themselves; raises InstallError when one cannot be imported."""
+    versions, said = import_in(python, modules, effect)
+    if said:
+        raise InstallError("the new environment does not import: {}".format("\n".join(said)))
+    return versions
+
+
+def import_in(python, modules, effect):
+    """(versions, nothing), or (None, the last lines of what was said) where a module cannot be imported."""
     environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
     environment = setvars.applied(effect, environment)
     process = subprocess.Popen(
-        [python, "-c", CHECK] + modules,
+        [python, "-c", CHECK] + list(modules),
         env=environment,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
@@ -298,9 +332,9 @@ def verify(python, modules, effect):
     )
     output, errors = process.communicate()
     if process.returncode != 0:
-        last = errors.decode("utf-8", "replace").strip().splitlines()[-6:]
-        raise InstallError("the new environment does not import: {}".format("\n".join(last)))
-    return json.loads(output.decode().strip().splitlines()[-1])
+        said = errors.decode("utf-8", "replace").strip().splitlines()[-6:]
+        return None, said or ["importing it ended with {}".format(process.returncode)]  # -4: by SIGILL
+    return json.loads(output.decode().strip().splitlines()[-1]), []
 
 
 if __name__ == "__main__":

@@ -117,7 +117,16 @@ def neutral_facts(tree):
         "time_unix_s": 0.0,
         "open_files_limit": 0,
         "free_ports": [],
-        "state": {"agents": [], "envs": [], "wheels": [], "jobs": [], "runs": [], "uv": False, "nonce_dir_id": None},
+        "state": {
+            "agents": [],
+            "envs": [],
+            "unusable": [],
+            "wheels": [],
+            "jobs": [],
+            "runs": [],
+            "uv": False,
+            "nonce_dir_id": None,
+        },
         "cluster_key": None,
         "authorized": [],
     }
@@ -269,9 +278,11 @@ def open_files_limit():
 
 def read_state(root):
     """What is complete below `root`. Names that begin with a dot or end in .part are still being made."""
+    envs = [name for name in directories(root, "envs") if is_complete_env(os.path.join(root, "envs", name))]
     return {
         "agents": directories(root, "agent"),
-        "envs": [name for name in directories(root, "envs") if is_complete_env(os.path.join(root, "envs", name))],
+        "envs": envs,
+        "unusable": [one for name in envs for one in unusable_in(os.path.join(root, "envs", name))],
         "wheels": [name for name in directories(root, "wheelhouse") if holds_one_wheel(os.path.join(root, "wheelhouse", name))],
         "jobs": directories(root, "jobs"),
         "runs": directories(root, "runs"),
@@ -291,6 +302,16 @@ def is_complete_env(directory):
     """The installer writes complete.json last; an interpreter that has gone since (install.py says so) makes no environment."""
     python = os.path.join(directory, "bin", "python")
     return os.path.isfile(os.path.join(directory, "complete.json")) and os.access(python, os.X_OK)
+
+
+def unusable_in(directory):
+    """What need not import, and did not when the environment was made; install.py writes it."""
+    try:
+        with open(os.path.join(directory, "unusable.json")) as stream:
+            modules = sorted(json.load(stream).items())
+    except (OSError, ValueError, AttributeError):
+        return []
+    return [{"env": os.path.basename(directory), "module": module, "why": why} for module, why in modules]
 
 
 def holds_one_wheel(directory):

@@ -42,12 +42,14 @@ class Diagnosis:
     Args:
         nodes, health: of those nodes that answered.
         network: None where none could be chosen.
+        backend: what the ranks would use; None where the stack cannot be had.
     """
 
     findings: tuple[Finding, ...]
     nodes: tuple[NodeFacts, ...]
     health: Mapping[str, NodeHealth]
     network: NetworkChoice | None
+    backend: str | None = None
     ways: tuple[Way, ...] = ()
     ssh: tuple[SshWay, ...] = ()
     cost: StepCost | None = None
@@ -145,12 +147,15 @@ def _examined(
         found += health_findings(node, health[node.name], inventory)
     found += _memory(inventory, nodes)
     dialogues = {name: patient.dialogue for name, patient in patients.items()}
-    refusals(inventory, nodes, health, dialogues, found)
+    stack = refusals(inventory, nodes, health, dialogues, found)
+    backend = stack.backend if stack else None
+    if backend:
+        emit(Step(text=f"backend {backend}"))
     choice = _choice(inventory, nodes, found)
     if choice is None or len(nodes) == 1:
         if choice:
             emit(Step(text=choice.reason))
-        return Diagnosis(findings=by_severity(found), nodes=nodes, health=health, network=choice)
+        return Diagnosis(findings=by_severity(found), nodes=nodes, health=health, network=choice, backend=backend)
     emit(Step(text=choice.reason))
     head_refusals(inventory, choice, found)
     names = sorted({node.hostname for node in nodes})
@@ -162,7 +167,14 @@ def _examined(
     cost = step_cost(nodes, ways, parameter_count(inventory.job.args), inventory.job.args)
     found += cost_findings(nodes[0], cost)
     return Diagnosis(
-        findings=by_severity(found), nodes=nodes, health=health, network=choice, ways=tuple(ways), ssh=tuple(ssh), cost=cost
+        findings=by_severity(found),
+        nodes=nodes,
+        health=health,
+        network=choice,
+        backend=backend,
+        ways=tuple(ways),
+        ssh=tuple(ssh),
+        cost=cost,
     )
 
 

@@ -5,21 +5,22 @@ from __future__ import annotations
 import json
 import shlex
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from orchestrator.actions import agent
+from orchestrator.actions.backend import as_loaded, as_locked, lock_of, without_on
 from orchestrator.actions.carry import Carrier, Delivery, cargo_of
 from orchestrator.actions.lockfile import LockFile
 from orchestrator.actions.probe import interpreter
-from orchestrator.actions.resolve import have_wheels, lock_for, sound_wheels, wheel_path
+from orchestrator.actions.resolve import have_wheels, sound_wheels, wheel_path
 from orchestrator.actions.shared_root import by_root
 from orchestrator.actions.verify import verify
 from orchestrator.errors import ClusterTrainError, ProvisionError
 from orchestrator.nodes.fleet import Fleet
 from orchestrator.nodes.transport import Transport, check, run
-from orchestrator.planning.compat import StackChoice
+from orchestrator.planning.compat import ONECCL, StackChoice
 from orchestrator.planning.preflight import refuse, unfit, unfit_for
 from orchestrator.planning.wheels import install_plan, missing_wheels, plan_stack, refuse_other_lock
 from orchestrator.specs.events import Emit, Notice, Step
@@ -36,11 +37,16 @@ Fetch = Literal["never", "needed", "always"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """What was done on one node."""
+    """What was done on one node.
+
+    Args:
+        unusable: {module: why} of what need not import there, and does not.
+    """
 
     node: str
     delivery: Delivery
     install_s: float
+    unusable: Mapping[str, str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,21 +75,31 @@ def choose(
     Raises ProvisionError where the lock of a file (`locked`) is not one for these nodes and this inventory.
     """
     request = plan_stack(inventory.stack, nodes)
-    for note in request.choice.notes:
-        emit(Notice(text=note))
+    told = _tell(request.choice, (), emit)
     if locked:
+        request = as_locked(request, locked)
         refuse_other_lock(locked.lock, request, str(locked.path))
 
     def say(text: str) -> None:
         emit(Step(text=text))
 
-    lock = locked.lock if locked else lock_for(request, say, fetch=False)
+    lock, request = (locked.lock, request) if locked else lock_of(request, say, fetch=False)
     is_lacking = any(lock.digest not in node.state.envs for node in nodes)
     if fetch == "always" or (fetch == "needed" and is_lacking):
         if locked is None:
-            return lock_for(request, say), request.choice
-        have_wheels(lock, request, say)
-    return lock, request.choice
+            lock, request = lock_of(request, say, fetch=True)
+        else:
+            have_wheels(lock, request, say)
+    choice = as_loaded(request.choice, lock.digest, nodes)
+    _tell(choice, told, emit)
+    return lock, choice
+
+
+def _tell(choice: StackChoice, told: Sequence[str], emit: Emit) -> Sequence[str]:
+    """Emit the notes of a choice that have not been told; all of them."""
+    for note in choice.notes[len(told) :]:
+        emit(Notice(text=note))
+    return choice.notes
 
 
 def provision(
@@ -120,8 +136,9 @@ def provision(
         try:
             delivery = carrier.bring(transport)
             started = time.monotonic()
-            _install(transport, lacking[transport.node], inventory, lock, choice, emit)
-            return Change(node=transport.node, delivery=delivery, install_s=time.monotonic() - started)
+            unusable = _install(transport, lacking[transport.node], inventory, lock, choice, emit)
+            install_s = time.monotonic() - started
+            return Change(node=transport.node, delivery=delivery, install_s=install_s, unusable=unusable)
         except ClusterTrainError as error:
             raise _as_provision_error(transport.node, error) from error
 
@@ -130,7 +147,9 @@ def provision(
         _verify_shared(fleet, inventory, sharing, lock, choice)
     if not lacking:
         emit(Step(text=f"environment {lock.digest} is on every node: nothing to install"))
-    return Provisioned(lock=lock, choice=choice, changes=tuple(changes.values()))
+    loaded = without_on(choice, {name: change.unusable[ONECCL] for name, change in changes.items() if ONECCL in change.unusable})
+    _tell(loaded, choice.notes, emit)
+    return Provisioned(lock=lock, choice=loaded, changes=tuple(changes.values()))
 
 
 def _verify_shared(fleet: Fleet, inventory: Inventory, sharing: Sequence[NodeFacts], lock: Lock, choice: StackChoice) -> None:
@@ -155,10 +174,13 @@ def _as_provision_error(node: str, error: ClusterTrainError) -> ClusterTrainErro
     return ProvisionError(error.message if node in error.message else f"{node}: {error.message}", advice=error.advice)
 
 
-def _install(transport: Transport, node: NodeFacts, inventory: Inventory, lock: Lock, choice: StackChoice, emit: Emit) -> None:
+def _install(
+    transport: Transport, node: NodeFacts, inventory: Inventory, lock: Lock, choice: StackChoice, emit: Emit
+) -> dict[str, str]:
+    """Install; {module: why} of what need not import, and does not."""
     argv = agent.command(node.root, interpreter(inventory), "install.py", [])
     plan = install_plan(lock, choice, node.root, node.python.executable)
-    last: dict[str, object] = {}
+    last: dict[str, Any] = {}
 
     def follow(line: bytes) -> None:
         last.clear()
@@ -175,3 +197,4 @@ def _install(transport: Transport, node: NodeFacts, inventory: Inventory, lock: 
         )
     check(transport, argv, replace(completed, stdout=b""))
     emit(Step(node=transport.node, text=f"environment {lock.digest} ready in {last.get('seconds')} s"))
+    return dict(last.get("unusable", {}))

@@ -24,7 +24,7 @@ from packaging.utils import canonicalize_name
 
 from orchestrator.actions import oneccl
 from orchestrator.errors import ResolveError
-from orchestrator.planning.compat import BINDINGS, ONECCL, facts
+from orchestrator.planning.compat import BINDINGS, facts, oneccl_requirement
 from orchestrator.planning.wheels import INSTALLER, StackRequest, refuse_cuda, requirements_of
 from orchestrator.specs.lock import Lock, LockedWheel, Target
 
@@ -40,6 +40,18 @@ markers.default_environment = lambda: dict(environment)
 from pip._internal.cli.main import main
 sys.exit(main(sys.argv[1:]))
 """
+
+
+class OneCCLMissingError(ResolveError):
+    """The wheels that oneCCL's is made of cannot be had; `why` in one line."""
+
+    def __init__(self, error: ResolveError) -> None:
+        super().__init__(
+            f"backend ccl: oneCCL cannot be had: {error.message}",
+            advice="`backend: gloo` needs nothing of it; or put its wheels into a directory and name that in "
+            f"`stack.find_links`: {', '.join(facts()['oneccl']['files'])}",
+        )
+        self.why = " ".join(error.message.split())
 
 
 def cache_dir() -> Path:
@@ -142,26 +154,34 @@ def _resolve(request: StackRequest) -> Lock:
     )
 
 
+def has_made_oneccl() -> bool:
+    """Whether our own wheel of oneCCL is in the cache."""
+    return (_made() / oneccl.filename()).exists()
+
+
 def _with_oneccl(request: StackRequest) -> StackRequest:
-    """The request, with a directory in which our own wheel of oneCCL is found; it is made there when it is asked for first."""
-    if not any(one.startswith(f"{ONECCL.replace('_', '-')}==") for one in request.choice.requirements):
+    """The request, with a directory in which our own wheel of oneCCL is found; it is made there when it is asked for first.
+
+    Raises OneCCLMissingError.
+    """
+    if oneccl_requirement() not in request.choice.requirements:
         return request
-    made = cache_dir() / "made"
-    if not (made / oneccl.filename()).exists():
+    made = _made()
+    if not has_made_oneccl():
         made.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=made, prefix=".sources-") as scratch:
             pins = Path(scratch) / "requirements.txt"
             pins.write_text(oneccl.pins())
             try:
                 _pip(request, ["download", "--no-deps", "--dest", scratch, "--require-hashes", "-r", str(pins)])
+                oneccl.make_wheel(oneccl.sources_in(Path(scratch)), made)
             except ResolveError as error:
-                raise ResolveError(
-                    f"backend ccl: oneCCL cannot be had: {error.message}",
-                    advice="`backend: gloo` needs nothing of it; or put its wheels into a directory and name that in "
-                    f"`stack.find_links`: {', '.join(facts()['oneccl']['files'])}",
-                ) from None
-            oneccl.make_wheel(oneccl.sources_in(Path(scratch)), made)
+                raise OneCCLMissingError(error) from None
     return replace(request, find_links=(*request.find_links, str(made)))
+
+
+def _made() -> Path:
+    return cache_dir() / "made"
 
 
 def _locked(item: Mapping[str, Any]) -> LockedWheel:

@@ -14,9 +14,9 @@ from orchestrator.specs.setvars import SetvarsEffect
 def setvars_effect(fleet: Fleet, root: str, python: str, lock: Lock, choice: StackChoice) -> SetvarsEffect | None:
     """The effect that all nodes agree on; None where the backend needs none or no environment is there yet.
 
-    Only the backend ccl is asked about, in one command per node. Raises ProvisionError when nodes differ.
+    Only where the retired bindings are used is anything asked, in one command per node. Raises ProvisionError when nodes differ.
     """
-    if choice.backend != "ccl":
+    if choice.bindings is None:
         return None
 
     def ask(transport: Transport) -> SetvarsEffect | None:

@@ -30,6 +30,7 @@ class Verified:
     """The nodes against the lock, and per node all that it said."""
 
     lock: Lock
+    choice: StackChoice
     comparison: Comparison
     reports: dict[str, dict[str, Any]]
 
@@ -50,7 +51,9 @@ def verify(fleet: Fleet, inventory: Inventory, nodes: Sequence[NodeFacts], lock:
 
     found = fleet.each(verify_one, roots)
     comparison = compare(lock, choice, inventory.stack.mpi, [environment for environment, _ in found.values()])
-    return Verified(lock=lock, comparison=comparison, reports={name: answer for name, (_, answer) in found.items()})
+    return Verified(
+        lock=lock, choice=choice, comparison=comparison, reports={name: answer for name, (_, answer) in found.items()}
+    )
 
 
 def take_away(fleet: Fleet, inventory: Inventory, damaged: Sequence[Sequence[NodeFacts]], lock: Lock, emit: Emit) -> None:

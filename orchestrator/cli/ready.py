@@ -74,11 +74,17 @@ def provision(
     where = ", ".join(done.installed_on) or "nowhere: every node had it"
     document = {
         "stack": done.lock.digest,
+        "backend": done.choice.backend,
         "installed_on": list(done.installed_on),
         "versions": done.lock.versions,
         "changes": [asdict(change) for change in done.changes],
     }
-    console.emit(Result(document=document, text=f"{_changes_text(done)}stack {done.lock.digest}, installed on {where}"))
+    console.emit(
+        Result(
+            document=document,
+            text=f"{_changes_text(done)}stack {done.lock.digest}, backend {done.choice.backend}, installed on {where}",
+        )
+    )
 
 
 def _is_prune_wanted(unused: Mapping[str, Unused], *, yes: bool) -> bool:
@@ -99,8 +105,9 @@ def _show_check(ctx: click.Context, verified: Verified, lock_file: Path | None, 
     if lock_file:
         write_lock(lock_file, verified.lock)
     comparison = verified.comparison
-    document = {"stack": verified.lock.digest, **comparison.to_json(), "nodes": verified.reports}
-    console.emit(Result(document=document, text=comparison.text()))
+    backend = verified.choice.backend
+    document = {"stack": verified.lock.digest, "backend": backend, **comparison.to_json(), "nodes": verified.reports}
+    console.emit(Result(document=document, text=f"stack {verified.lock.digest}, backend {backend}\n{comparison.text()}"))
     ctx.exit(0 if comparison.in_order else 4)
 
 

@@ -113,6 +113,7 @@ def _diagnosis_result(diagnosis: Diagnosis, console: Console) -> Result:
         "findings": [asdict(finding) for finding in diagnosis.findings],
         "nodes": {name: asdict(health) for name, health in diagnosis.health.items()},
         "network": asdict(diagnosis.network) if diagnosis.network else None,
+        "backend": diagnosis.backend,
         "ways": [asdict(way) for way in diagnosis.ways],
         "ssh": [asdict(way) for way in diagnosis.ssh],
         "cost": asdict(diagnosis.cost) if diagnosis.cost else None,

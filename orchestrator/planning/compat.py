@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,31 @@ class StackChoice:
     modules: tuple[str, ...]
     notes: tuple[str, ...]
 
+    @property
+    def has_oneccl(self) -> bool:
+        """Whether oneCCL itself makes the collectives, not the retired bindings."""
+        return ONECCL in self.modules
+
+    @property
+    def may_do_without(self) -> frozenset[str]:
+        """The modules that need not import: nobody asked for oneCCL by name."""
+        return frozenset({ONECCL}) if self.has_oneccl and self.asked_backend is None else frozenset()
+
+    @property
+    def bindings(self) -> str | None:
+        """The module of the retired bindings, where these are used."""
+        return next((row.module for row in all_bindings() if row.module in self.modules), None)
+
+    def without_oneccl(self, why: str) -> StackChoice:
+        """The same stack on gloo, with a note of the reason."""
+        return replace(
+            self,
+            backend="gloo",
+            requirements=tuple(one for one in self.requirements if one != oneccl_requirement()),
+            modules=tuple(module for module in self.modules if module != ONECCL),
+            notes=(*self.notes, _gloo_instead(self.asked_backend, why)),
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bindings:
@@ -59,10 +84,11 @@ class Bindings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Site:
-    """Where the stack is to run: one interpreter ("3.11"), one kind of machine, and the nodes as messages list them."""
+    """Where the stack is to run: interpreter ("3.11"), kind of machine, the oldest glibc, and the nodes as messages list them."""
 
     python: str
     machine: str
+    glibc: tuple[int, int] | None
     nodes: tuple[str, ...]
 
     @property
@@ -96,15 +122,18 @@ def all_bindings() -> tuple[Bindings, ...]:
     )
 
 
-def choose_stack(stack: Stack, *, python_version: str, machine: str, nodes: Sequence[str] = ()) -> StackChoice:
+def choose_stack(
+    stack: Stack, *, python_version: str, machine: str, glibc: tuple[int, int] | None = None, nodes: Sequence[str] = ()
+) -> StackChoice:
     """One consistent set of requirements for an interpreter ("3.11") on a machine ("x86_64").
 
     Args:
+        glibc: the oldest of the nodes'; None takes any to be new enough.
         nodes: what each node has, for messages: "node0 Python 3.11.2 x86_64".
 
     Raises ProvisionError, with the versions that would work, when no set satisfies what was asked.
     """
-    site = _Site(python=python_version, machine=machine, nodes=tuple(nodes))
+    site = _Site(python=python_version, machine=machine, glibc=glibc, nodes=tuple(nodes))
     bindings, notes = _bindings(stack, site)
     oneccl, oneccl_notes = ([], []) if bindings else _oneccl(stack, site)
     torch = str(bindings.torch) if bindings and not pinned(stack.torch) else stack.torch
@@ -163,18 +192,37 @@ def _bindings(stack: Stack, site: _Site) -> tuple[Bindings | None, list[str]]:
 
 def _oneccl(stack: Stack, site: _Site) -> tuple[list[str], list[str]]:
     """oneCCL itself, for a torch that has no bindings any more; where it cannot be had, gloo is used and the reason is told."""
-    row = facts()["oneccl"]
-    if stack.backend != "ccl":
+    is_wanted = stack.backend == "ccl" or (stack.backend == "auto" and facts()["oneccl"]["auto"])
+    if not is_wanted:
         return [], []
+    if reason := _no_oneccl(stack, site):
+        return [], [_gloo_instead(None if stack.backend == "auto" else stack.backend, reason)]
+    return [oneccl_requirement()], []
+
+
+def _no_oneccl(stack: Stack, site: _Site) -> str | None:
+    """Why oneCCL does not go with this stack on these nodes; None where it does."""
+    row, last = facts()["oneccl"], all_bindings()[-1].torch
+    if not _is_newer(stack.torch, last):  # with `backend: ccl` such a torch has bindings
+        return f"oneCCL is taken for torch above {last.major}.{last.minor}, and the stack has {stack.torch}"
     if site.machine not in row["machines"]:
-        reason = f"oneCCL exists for {', '.join(row['machines'])} only"
-    elif stack.mpi not in row["mpi"]:
-        reason = f"its ranks must be started by `mpi: {' or '.join(row['mpi'])}`, not {stack.mpi}"
-    elif Version(site.python) < Version(row["first_python"]):
-        reason = f"it needs Python {row['first_python']}, the nodes have {site.python}"
-    else:
-        return [f"{ONECCL.replace('_', '-')}=={row['version']}"], []
-    return [], [f"backend ccl: {reason}; gloo is used instead"]
+        return f"oneCCL exists for {', '.join(row['machines'])} only"
+    if stack.mpi not in row["mpi"]:
+        return f"its ranks must be started by `mpi: {' or '.join(row['mpi'])}`, not {stack.mpi}"
+    if Version(site.python) < Version(row["first_python"]):
+        return f"it needs Python {row['first_python']}, the nodes have {site.python}"
+    if site.glibc and site.glibc < tuple(row["first_glibc"]):
+        return "it needs glibc {}.{}, and a node has {}.{}".format(*row["first_glibc"], *site.glibc)
+    return None
+
+
+def oneccl_requirement() -> str:
+    """The wheel of oneCCL's libraries, as the resolver is asked for it."""
+    return f"{ONECCL.replace('_', '-')}=={facts()['oneccl']['version']}"
+
+
+def _gloo_instead(asked: str | None, why: str) -> str:
+    return f"backend {asked or 'auto'}: {why}; gloo is used instead"
 
 
 def _conflict(stack: Stack, site: _Site, why: str, works: str) -> ProvisionError:

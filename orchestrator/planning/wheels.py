@@ -54,9 +54,10 @@ def plan_stack(stack: Stack, nodes: Sequence[NodeFacts]) -> StackRequest:
     """
     refuse(disagreements(nodes))
     refuse_interpreter(stack, nodes)
-    target = target_of(min(nodes, key=lambda node: _glibc(node)))
+    oldest = min(nodes, key=lambda node: _glibc(node))
+    target = target_of(oldest)
     has = [f"{node.name} Python {node.python.version} {node.arch}" for node in nodes]
-    choice = choose_stack(stack, python_version=target.python_version, machine=nodes[0].arch, nodes=has)
+    choice = choose_stack(stack, python_version=target.python_version, machine=oldest.arch, glibc=_glibc(oldest), nodes=has)
     return StackRequest(choice=choice, target=target, find_links=stack.find_links, extra_index=stack.extra_index)
 
 
@@ -151,7 +152,8 @@ def install_plan(lock: Lock, choice: StackChoice, root: str, python: str) -> Map
         "python": python,
         "wheels": names,
         "uv": {"sha256": installer.sha256, "filename": installer.filename} if installer else None,
-        "verify": list(choice.modules),
+        "verify": [module for module in choice.modules if module not in choice.may_do_without],
+        "try": sorted(choice.may_do_without),
     }
 
 

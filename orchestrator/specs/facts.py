@@ -144,11 +144,21 @@ class DiskFacts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class UnusableModule:
+    """A module of an environment that did not import when that was made, and need not."""
+
+    env: str
+    module: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RootState:
     """What lies complete below the root directory; `nonce_dir_id` ("device:inode") is None before it exists."""
 
     agents: tuple[str, ...]
     envs: tuple[str, ...]
+    unusable: tuple[UnusableModule, ...]
     wheels: tuple[str, ...]
     jobs: tuple[str, ...]
     runs: tuple[str, ...]
@@ -397,6 +407,9 @@ def _root_state(fields: _Fields) -> RootState:
     return RootState(
         agents=fields.texts("agents"),
         envs=fields.texts("envs"),
+        unusable=tuple(
+            UnusableModule(env=one.text("env"), module=one.text("module"), why=one.text("why")) for one in fields.each("unusable")
+        ),
         wheels=fields.texts("wheels"),
         jobs=fields.texts("jobs"),
         runs=fields.texts("runs"),

@@ -60,6 +60,27 @@ def test_an_environment_that_does_not_import_is_not_kept(repository: Path, root:
     assert not (root / "envs/d1").exists()
 
 
+def test_what_need_not_import_and_does_not_is_noted_and_told(repository: Path, root: Path) -> None:
+    """The environment is complete without it, also where importing it kills the process; the probe tells it from then on."""
+    good, bad = (
+        make_wheel(root / "wheelhouse", "goodone", "__version__ = '1.0'\n"),
+        make_wheel(root / "wheelhouse", "badone", "import os; os.write(2, b'illegal instruction\\n'); os.abort()\n"),
+    )
+    document = {**plan(root, good, bad), "verify": ["goodone"], "try": ["badone", "goodone"]}
+    for installed in (True, False):
+        done = install(repository, document)
+        assert done.returncode == 0, done.stderr
+        last = json.loads(done.stdout.splitlines()[-1])
+        assert (last["installed"], last["versions"], last["unusable"]) == (
+            installed,
+            {"goodone": "1.0"},
+            {"badone": "illegal instruction"},
+        )
+    probed = subprocess.run([sys.executable, repository / "remote" / "probe.py", "--root", root], capture_output=True, check=True)
+    state = json.loads(probed.stdout)["state"]
+    assert (state["envs"], state["unusable"]) == (["d1"], [{"env": "d1", "module": "badone", "why": "illegal instruction"}])
+
+
 def test_a_wheel_that_changed_in_the_wheelhouse_is_refused(repository: Path, root: Path) -> None:
     """Hashes are required: content that differs from the lock is never installed."""
     wheel = make_wheel(root / "wheelhouse", "goodone", "def say(): pass\n")

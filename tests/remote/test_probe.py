@@ -163,6 +163,7 @@ def test_the_probe_changes_nothing(tmp_path: Path) -> None:
         "jobs": [],
         "nonce_dir_id": None,
         "runs": [],
+        "unusable": [],
         "uv": False,
         "wheels": [],
     }
@@ -195,6 +196,7 @@ def test_state_lists_what_is_finished(tmp_path: Path) -> None:
             "agent/a3.part/probe.py": "",
             "envs/e1/complete.json": "{}",
             "envs/e1/bin/python": "#!/bin/sh",
+            "envs/e1/unusable.json": '{"some_module": "OSError: no such library"}',
             "envs/e2/bin/python": "#!/bin/sh",
             "envs/e3/complete.json": "{}",
             "envs/e3/bin/python": "may not be run",
@@ -218,6 +220,7 @@ def test_state_lists_what_is_finished(tmp_path: Path) -> None:
     assert facts["state"] == {
         "agents": ["a1"],
         "envs": ["e1"],
+        "unusable": [{"env": "e1", "module": "some_module", "why": "OSError: no such library"}],
         "wheels": ["w1"],
         "jobs": ["j1"],
         "runs": ["20261130-1"],

@@ -12,14 +12,21 @@ from packaging.requirements import Requirement
 from pydantic import ValidationError
 
 from orchestrator.errors import ProvisionError
-from orchestrator.planning.compat import StackChoice, all_bindings, choose_stack
+from orchestrator.planning.compat import ONECCL, StackChoice, all_bindings, choose_stack, facts
 from orchestrator.specs.inventory import Stack
 
 NODES = ("node0 Python 3.11.2 x86_64", "node1 Python 3.11.9 x86_64")
 
 
-def choose(*, python: str = "3.11", machine: str = "x86_64", nodes: Sequence[str] = (), **stack: Any) -> StackChoice:
-    return choose_stack(Stack(**stack), python_version=python, machine=machine, nodes=nodes)
+def choose(
+    *,
+    python: str = "3.11",
+    machine: str = "x86_64",
+    glibc: tuple[int, int] | None = None,
+    nodes: Sequence[str] = (),
+    **stack: Any,
+) -> StackChoice:
+    return choose_stack(Stack(**stack), python_version=python, machine=machine, glibc=glibc, nodes=nodes)
 
 
 @pytest.mark.parametrize(
@@ -217,20 +224,52 @@ def test_the_requirement_takes_the_local_version_of_intels_index() -> None:
     assert not Requirement("oneccl_bind_pt==1.12.100").specifier.contains("1.12.0+cpu")
 
 
+@pytest.fixture
+def auto_takes_ccl(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(facts()["oneccl"], "auto", True)
+
+
+@pytest.mark.usefixtures("auto_takes_ccl")
+@pytest.mark.parametrize("backend", ["ccl", "auto"])
 @pytest.mark.parametrize(
     ("where", "why"),
     [
         ({"machine": "aarch64", "mpi": "mpich"}, "oneCCL exists for x86_64 only"),
         ({"mpi": "openmpi"}, "its ranks must be started by `mpi: impi`, not openmpi"),
+        ({"mpi": "system"}, "its ranks must be started by `mpi: impi`, not system"),
         ({"python": "3.9"}, "it needs Python 3.10, the nodes have 3.9"),
+        ({"glibc": (2, 17)}, "it needs glibc 2.28, and a node has 2.17"),
     ],
 )
-def test_where_there_is_no_oneccl_gloo_is_used_and_the_reason_told(where: dict[str, str], why: str) -> None:
+def test_where_there_is_no_oneccl_gloo_is_used_and_the_reason_told(where: dict[str, Any], why: str, backend: str) -> None:
     """torch 2.13 has no bindings, and oneCCL itself is not for every machine."""
-    choice = choose(torch="2.13.0", backend="ccl", **where)
-    assert (choice.backend, choice.asked_backend) == ("gloo", "ccl")
-    assert choice.notes == (f"backend ccl: {why}; gloo is used instead",)
+    choice = choose(torch="2.13.0", backend=backend, **where)
+    assert (choice.backend, choice.asked_backend) == ("gloo", None if backend == "auto" else "ccl")
+    assert choice.notes == (f"backend {backend}: {why}; gloo is used instead",)
     assert not any("oneccl" in requirement for requirement in choice.requirements)
+
+
+@pytest.mark.usefixtures("auto_takes_ccl")
+def test_auto_is_ccl_where_that_works_and_may_still_become_gloo() -> None:
+    """The same wheels as for ccl by name, so the same environment; but oneCCL need not load."""
+    asked, auto = (choose(torch="2.13.0", backend=backend, glibc=(2, 28)) for backend in ("ccl", "auto"))
+    assert (auto.backend, auto.notes, auto.requirements) == ("ccl", (), asked.requirements)
+    assert auto.may_do_without == {ONECCL} and not asked.may_do_without
+    fallen = auto.without_oneccl("it does not load on node1: no such file")
+    assert fallen.notes == ("backend auto: it does not load on node1: no such file; gloo is used instead",)
+    gloo = choose(torch="2.13.0", backend="gloo")
+    assert (fallen.backend, fallen.requirements, fallen.modules) == ("gloo", gloo.requirements, gloo.modules)
+
+
+@pytest.mark.usefixtures("auto_takes_ccl")
+@pytest.mark.parametrize("torch", ["2.8.0", "1.13.1", ">=2.7"])
+def test_auto_leaves_the_retired_bindings_to_those_who_ask(torch: str) -> None:
+    """With a torch that has (or may have) bindings: gloo, and why."""
+    choice = choose(torch=torch, backend="auto", python="3.10")
+    assert choice.backend == "gloo" and not any("ccl" in requirement for requirement in choice.requirements)
+    assert choice.notes == (
+        f"backend auto: oneCCL is taken for torch above 2.8, and the stack has {torch}; gloo is used instead",
+    )
 
 
 def test_an_old_torch_between_the_rows_is_refused_with_the_list() -> None:

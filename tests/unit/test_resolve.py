@@ -13,10 +13,11 @@ from pathlib import Path
 import pytest
 import standins
 
-from orchestrator.actions import resolve
-from orchestrator.errors import ResolveError
-from orchestrator.planning.compat import StackChoice, choose_stack
-from orchestrator.planning.wheels import StackRequest
+from orchestrator.actions import backend, oneccl, resolve
+from orchestrator.actions.lockfile import LockFile
+from orchestrator.errors import ProvisionError, ResolveError
+from orchestrator.planning.compat import ONECCL, StackChoice, choose_stack, oneccl_requirement
+from orchestrator.planning.wheels import StackRequest, refuse_other_lock
 from orchestrator.specs.inventory import Stack
 from orchestrator.specs.lock import Target
 
@@ -247,3 +248,51 @@ def test_oneccl_that_no_reachable_place_has_is_explained(wheels: Path) -> None:
         resolve.lock_for(request(wheels, "cluster-train-oneccl==2022.1.2"), print)
     assert "backend: gloo" in refused.value.advice and "oneccl-cpu==2022.1.2" in refused.value.advice
     assert list((resolve.cache_dir() / "made").iterdir()) == []
+
+
+def with_oneccl(wheels: Path, asked: str | None) -> StackRequest:
+    """A request for one small package and oneCCL, by name or by `backend: auto`."""
+    choice = StackChoice(
+        backend="ccl", asked_backend=asked, requirements=("app", oneccl_requirement()), modules=("app", ONECCL), notes=()
+    )
+    make_wheel(wheels, "app")
+    return replace(request(wheels), choice=choice)
+
+
+def put_oneccl_into_cache(directory: Path) -> None:
+    """In place of what `oneccl.make_wheel` makes: a wheel of its name with nothing inside."""
+    name, version, tag = oneccl.filename().removesuffix(".whl").split("-", 2)
+    directory.mkdir(parents=True, exist_ok=True)
+    make_wheel(directory, name, version, tag=tag)
+
+
+def test_where_oneccl_cannot_be_had_auto_is_gloo_and_stays_so(wheels: Path, tmp_path: Path) -> None:
+    """Asked for by name that is an error with a remedy; auto says why and goes on, the second time without asking pip."""
+    with pytest.raises(ResolveError, match="oneCCL cannot be had") as refused:
+        backend.lock_of(with_oneccl(wheels, "ccl"), print, fetch=True)
+    assert "oneccl==2022.1.2, oneccl-cpu==2022.1.2, impi-rt==2021.18.1" in refused.value.advice
+    auto = with_oneccl(wheels, None)
+    lock, met = backend.lock_of(auto, print, fetch=True)
+    assert (met.choice.backend, met.choice.modules, list(lock.versions)) == ("gloo", ("app",), ["app"])
+    (note,) = met.choice.notes
+    assert note.startswith("backend auto: oneCCL cannot be had: ") and "oneccl==2022.1.2" in note and "\n" not in note
+    said: list[str] = []
+    again = backend.lock_of(auto, said.append, fetch=True)
+    assert (again[0], again[1].choice.notes, said) == (lock, (note,), [])
+    put_oneccl_into_cache(tmp_path / "cache" / "cluster-train" / "made")  # as `backend: ccl` does once it can
+    lock, met = backend.lock_of(auto, print, fetch=True)
+    assert met.choice.backend == "ccl" and ONECCL.replace("_", "-") in lock.versions
+
+
+def test_a_lock_from_before_gives_what_it_says(wheels: Path, tmp_path: Path) -> None:
+    """One without oneCCL is followed by auto, on gloo and with the reason; `backend: ccl` is refused with it."""
+    auto, asked = with_oneccl(wheels, None), with_oneccl(wheels, "ccl")
+    old = LockFile(path=Path("lab.lock"), lock=resolve.lock_for(replace(auto, choice=auto.choice.without_oneccl("")), print))
+    followed = backend.as_locked(auto, old)
+    refuse_other_lock(old.lock, followed, "lab.lock")
+    assert followed.choice.notes == ("backend auto: lab.lock was written without oneCCL; gloo is used instead",)
+    with pytest.raises(ProvisionError, match=r"asks for cluster-train-oneccl==2022\.1\.2, the lock does not"):
+        refuse_other_lock(old.lock, backend.as_locked(asked, old), "lab.lock")
+    put_oneccl_into_cache(tmp_path / "cache" / "cluster-train" / "made")
+    new = LockFile(path=Path("lab.lock"), lock=resolve.lock_for(auto, print))
+    assert backend.as_locked(auto, new) == auto
