@@ -571,7 +571,8 @@ class ProcessGroupCCL(dist.ProcessGroup):
     def monitored_barrier(self, timeout=None, wait_all_ranks=False):
         """A barrier; every barrier of this backend names the ranks that did not come."""
         options = dist.BarrierOptions()
-        options.timeout = timeout or self._timeout
+        # A limit of nothing, which is one for gloo, would mean here that none is given.
+        options.timeout = self._timeout if timeout is None else max(timeout, timedelta(milliseconds=1))
         self.barrier(options).wait()
 
     # Messages between two ranks.
