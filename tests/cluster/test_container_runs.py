@@ -119,7 +119,7 @@ def test_the_guides_command_line_runs_on_todays_stack(cluster_train: ClusterTrai
     ran = cluster_train("up", inventory(sync=["inventories/squad"]), "--json", "--", QA_SCRIPT, *TINY_TRAINING, *guide)
     assert ran.exit_code == 0, ran.stdout[-3000:]
     notes = " | ".join(event["text"] for event in ran.events if event["event"] == "notice")
-    assert "--no_cuda" in notes and "--use_cpu" in notes and "--use_ipex" in notes and "gloo" in notes
+    assert "--no_cuda" in notes and "--use_cpu" in notes and "--use_ipex" in notes and "--ddp_backend ccl" in notes
     assert by_rank(ran, r"(rank \d of 4) on") == {rank: [f"rank {rank} of 4"] for rank in range(4)}
 
 

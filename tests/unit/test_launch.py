@@ -124,7 +124,8 @@ def test_what_the_person_sets_wins() -> None:
 def test_the_guides_arguments_are_translated_and_told() -> None:
     """On today's stack the documented command line becomes one that it knows."""
     job = {"args": ["--no_cuda", "--ddp_backend", "ccl", "--use_ipex", "--bf16"]}
-    plan = launch([machine(EPYC, 0)], job, "from transformers import TrainingArguments")
+    script_text = "from transformers import TrainingArguments"
+    plan = launch([machine(EPYC, 0)], job, script_text, stack={"backend": "gloo"})
     assert plan.document["argv"] == ["train.py", "--use_cpu", "--ddp_backend", "gloo", "--bf16"]
     assert [note.split(":")[0] for note in plan.translation.notes] == ["--no_cuda", "--ddp_backend ccl", "--use_ipex", "--bf16"]
 
