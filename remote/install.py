@@ -26,7 +26,7 @@ import subprocess
 import sys
 import time
 import zipfile
-from urllib.request import pathname2url
+from urllib.parse import quote
 
 import repair
 import setvars
@@ -168,7 +168,7 @@ def build_from_wheels(root, plan, building, final, lock):
                 raise InstallError("the wheelhouse lacks {}".format(wheel["filename"]))
             # The pip of Python 3.6 takes no name before a URL, uv wants one.
             named = "{} @ ".format(wheel["name"]) if uv else ""
-            out.write("{}file://{} --hash=sha256:{}\n".format(named, pathname2url(path), wheel["sha256"]))
+            out.write("{}file://{} --hash=sha256:{}\n".format(named, quote(path), wheel["sha256"]))
     say({"step": "install", "detail": "{} wheels with {}".format(len(plan["wheels"]), "uv" if uv else "pip")})
     if uv:
         install_with_uv(root, uv, plan["python"], building, requirements, lock)
@@ -284,9 +284,10 @@ def rename_in_scripts(building, final):
                 out.write(content.replace(old, new))
 
 
-# Collecting garbage, of which importing leaves none to speak of, is a tenth of the time that importing takes.
+# Collecting garbage, of which importing leaves none to speak of, is a tenth of the time that importing takes; taking apart
+# what was imported, as an interpreter does at its end, is another.
 CHECK = """
-import gc, importlib, json, sys
+import gc, importlib, json, os, sys
 gc.disable()
 versions = {}
 for name in sys.argv[1:]:
@@ -296,6 +297,8 @@ for name in sys.argv[1:]:
         import importlib.metadata
         versions[name] = importlib.metadata.version(name)
 print(json.dumps(versions))
+sys.stdout.flush()
+os._exit(0)
 """
 
 
