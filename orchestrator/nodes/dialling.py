@@ -77,6 +77,9 @@ def dial(host: str, port: int, limit_s: float, before: paramiko.Transport | None
             if index == len(found) - 1:
                 raise
             continue
+        # SSH often sends two small packets and then waits: without this the second leaves only once the first is acknowledged,
+        # which the far end may put off for 40 ms, as it does at every login.
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if hasattr(socket, "TCP_USER_TIMEOUT"):  # macOS knows none
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * UNACKNOWLEDGED_LIMIT_S)
         return sock

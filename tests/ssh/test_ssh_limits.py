@@ -23,6 +23,7 @@ from sshd import SshdNodes
 
 from orchestrator.errors import CommandError, FleetError, UnreachableError
 from orchestrator.nodes import ssh
+from orchestrator.nodes.dialling import dial
 from orchestrator.nodes.fleet import connect
 from orchestrator.nodes.ssh import SshTransport
 from orchestrator.nodes.transport import run
@@ -313,3 +314,9 @@ def fake_that_never_answers_exec(host_key: paramiko.PKey) -> Iterator[int]:
         finally:
             over.set()
             thread.join(60)
+
+
+def test_small_packets_leave_at_once() -> None:
+    """Two in a row, as at every login, do not wait for the far end's delayed acknowledgement."""
+    with port_that_says(b"SSH-2.0-x\r\n") as port, dial("127.0.0.1", port, 10, None) as sock:
+        assert isinstance(sock, socket.socket) and sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
