@@ -286,6 +286,7 @@ def rename_in_scripts(building, final):
 
 # Collecting garbage, of which importing leaves none to speak of, is a tenth of the time that importing takes; taking apart
 # what was imported, as an interpreter does at its end, is another.
+ANSWER = "imported: "
 CHECK = """
 import gc, importlib, json, os, sys
 gc.disable()
@@ -296,8 +297,7 @@ for name in sys.argv[1:]:
     if not versions[name] and sys.version_info >= (3, 8):
         import importlib.metadata
         versions[name] = importlib.metadata.version(name)
-print(json.dumps(versions))
-sys.stdout.flush()
+print("imported: " + json.dumps(versions), flush=True)
 os._exit(0)
 """
 
@@ -334,10 +334,11 @@ def import_in(python, modules, effect):
         stderr=subprocess.PIPE,
     )
     output, errors = process.communicate()
-    if process.returncode != 0:
+    answer = output.decode("utf-8", "replace").rpartition(ANSWER)[2]
+    if process.returncode != 0 or ANSWER.encode() not in output:  # a module may end the interpreter, with 0 too
         said = errors.decode("utf-8", "replace").strip().splitlines()[-6:]
         return None, said or ["importing it ended with {}".format(process.returncode)]  # -4: by SIGILL
-    return json.loads(output.decode().strip().splitlines()[-1]), []
+    return json.loads(answer), []
 
 
 if __name__ == "__main__":

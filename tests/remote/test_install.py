@@ -52,11 +52,19 @@ def test_the_second_time_nothing_is_done(repository: Path, root: Path) -> None:
     assert (root / "envs/d1/complete.json").stat().st_mtime_ns == before
 
 
-def test_an_environment_that_does_not_import_is_not_kept(repository: Path, root: Path) -> None:
-    """A wheel that raises at import is an error with its own words, and no environment is left."""
-    wheel = make_wheel(root / "wheelhouse", "badone", "raise ImportError('undefined symbol: xyz')\n")
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ("raise ImportError('undefined symbol: xyz')", "undefined symbol: xyz"),
+        ("print('bye'); raise SystemExit(0)", "importing it ended with 0"),
+        ("import os; os._exit(0)", "importing it ended with 0"),
+    ],
+)
+def test_an_environment_that_does_not_import_is_not_kept(repository: Path, root: Path, source: str, said: str) -> None:
+    """A wheel that raises at import, or ends the interpreter, is an error with its own words, and no environment is left."""
+    wheel = make_wheel(root / "wheelhouse", "badone", source + "\n")
     done = install(repository, plan(root, wheel))
-    assert done.returncode == 1 and "undefined symbol: xyz" in done.stderr
+    assert done.returncode == 1 and said in done.stderr and "Traceback" not in done.stderr.partition("does not import")[0]
     assert not (root / "envs/d1").exists()
 
 
