@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from orchestrator.errors import ProvisionError, ResolveError
-from orchestrator.planning.wheels import missing_wheels, plan_stack, refuse_cuda, requirements_of, target_of
+from orchestrator.planning.wheels import install_plan, missing_wheels, plan_stack, refuse_cuda, requirements_of, target_of
 from orchestrator.specs.facts import NodeFacts
 from orchestrator.specs.inventory import Stack
 from orchestrator.specs.lock import Lock, LockedWheel
@@ -82,3 +82,14 @@ def test_an_environment_is_named_by_its_content() -> None:
     assert one.digest != replace(one, target="u").digest
     assert one.digest != replace(one, wheels=(wheel("a"), wheel("b", sha256="1" * 64))).digest
     assert Lock.from_json(json.loads(json.dumps(one.to_json()))) == one
+
+
+def test_pyarrow_is_imported_for_datasets_where_it_is_installed() -> None:
+    """Everything else that must import is imported by the installer itself; without pyarrow so is datasets."""
+    choice = plan_stack(Stack(), [node()]).choice
+    lock = Lock(requirements=(), target="t", wheels=(wheel("datasets"), wheel("pyarrow")), installer=None)
+    without = replace(lock, wheels=lock.wheels[:1])
+    assert install_plan(lock, choice, "/root", "python3")["verify"] == [
+        *("pyarrow" if module == "datasets" else module for module in choice.modules)
+    ]
+    assert install_plan(without, choice, "/root", "python3")["verify"] == list(choice.modules) and "datasets" in choice.modules
