@@ -86,8 +86,8 @@ def import_all(python, modules):
         found, error = call_inside(python, ["import"] + left, limit_s) if limit_s > 0 else ([], "not tried: no time was left")
         report.update({one["module"]: {"version": one["version"], "error": one["error"]} for one in found})
         left = left[len(found) :]
-        if left and error:
-            report[left.pop(0)] = {"version": None, "error": error}
+        if left:  # a module may end the interpreter, with 0 too
+            report[left.pop(0)] = {"version": None, "error": error or "importing it ended the interpreter"}
     return report
 
 

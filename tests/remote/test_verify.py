@@ -93,6 +93,7 @@ def test_modules_that_fail_in_any_way_are_told_and_the_rest_is_tried(repository:
         "dies": "import os, signal; os.kill(os.getpid(), signal.SIGILL)\n",
         "shouts": 'print("{}"); __version__ = "1.0"\n',
         "ends": "import os, sys; sys.stderr.write('gone\\n'); os._exit(7)\n",
+        "stops": "import os; os._exit(0)\n",
         "fine": GOOD,
     }
     found = AnEnvironment(repository, root, Path(sys.executable), sources).verified()["modules"]
@@ -102,6 +103,7 @@ def test_modules_that_fail_in_any_way_are_told_and_the_rest_is_tried(repository:
         "dies": "killed by SIGILL (it said nothing)",
         "shouts": None,
         "ends": "exit code 7 (gone)",
+        "stops": "importing it ended the interpreter",
         "fine": None,
     }
     assert found["fine"]["version"] == "1.0"
