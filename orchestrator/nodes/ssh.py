@@ -39,6 +39,7 @@ from orchestrator.specs.inventory import Login, SshOptions
 
 KEEPALIVE_S = 15
 CHANNEL_TIMEOUT_S = 20.0
+FREED_WITHIN_S, ASK_AGAIN_S = 2.0, 0.02  # for sshd to see that a session has ended, of which it allows MaxSessions at once
 # Above its MaxStartups, 10 by default, sshd drops connections that are not logged in yet; it takes a moment to see that one
 # is. We stay well below that, and come again where we are dropped.
 STARTS_AT_ONCE = 5
@@ -97,7 +98,7 @@ class SshTransport:
     def open(self, argv: Sequence[str]) -> SshChannel:
         """Start `argv` through the login shell, every word quoted; raises UnreachableError when no channel opens in time."""
         try:
-            channel = self._transport.open_session(timeout=CHANNEL_TIMEOUT_S)
+            channel = self._open_session()
             channel.settimeout(CHANNEL_TIMEOUT_S)
             with _closed_after(CHANNEL_TIMEOUT_S, channel):  # paramiko itself would wait for the answer for ever
                 channel.exec_command(f"echo {BEGIN}; exec {shlex.join(argv)}")
@@ -108,6 +109,17 @@ class SshTransport:
                 advice="sshd's MaxSessions may be reached, or the connection is gone: try again",
             ) from error
         return SshChannel(channel)
+
+    def _open_session(self) -> paramiko.Channel:
+        """A new session; asked for again for a moment where it is refused, as one that we have closed may still count as open."""
+        deadline = time.monotonic() + FREED_WITHIN_S
+        while True:
+            try:
+                return self._transport.open_session(timeout=CHANNEL_TIMEOUT_S)
+            except paramiko.ChannelException:
+                if time.monotonic() > deadline:
+                    raise
+            time.sleep(ASK_AGAIN_S)
 
     def close(self) -> None:
         """Close the connection and all its channels, and those to the jump hosts."""

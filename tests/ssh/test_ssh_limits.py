@@ -237,6 +237,19 @@ def test_a_link_that_dies_without_a_word_is_noticed(tmp_path: Path) -> None:
         lab.close()
 
 
+def test_a_session_that_has_ended_makes_room_for_the_next(sshd_factory: SshdNodes) -> None:
+    """One at a time is allowed, and sshd may see the end of one after we ask for the next; a second one at once is refused."""
+    reached = reach(sshd_factory(1, MaxSessions="1")[0])
+    for number in range(10):
+        assert run(reached, ["echo", str(number)], idle_timeout_s=60).stdout == b"%d\n" % number
+    busy = reached.open(["cat"])  # which ends with its stdin
+    with pytest.raises(UnreachableError, match="cannot open a channel"):
+        reached.open(["true"])
+    busy.close()
+    assert run(reached, ["true"], idle_timeout_s=60).exit_code == 0
+    reached.close()
+
+
 def test_a_connection_that_is_closed_opens_nothing(sshd_factory: SshdNodes) -> None:
     """As after a Ctrl-C, when threads are still under way: an error of ours, at once."""
     reached = reach(sshd_factory(1)[0])
