@@ -212,11 +212,12 @@ class Watch:
         self._note_nodes(now)
         if self.cause is None:
             ended = [rank.ended for rank in self._head.ranks.values() if rank.ended]
+            missing = self._missing(now)
             if any(verdicts.is_failure(end) or end["ended_by"] == "orphaned" for end in ended):
                 self.cause = FAILED
                 self._abort(ABORT_S, FORCE)
-            elif self._missing(now):
-                for rank in self._missing(now):
+            elif missing:
+                for rank in missing:
                     rank.lost_s = rank.missing_since(now, self._head.timeout_s)
                 self.cause = FAILED
                 self._abort(LOST_S, FORCE_LOST)

@@ -284,20 +284,21 @@ def rename_in_scripts(building, final):
                 out.write(content.replace(old, new))
 
 
+ANSWER = "imported: "  # stands before what CHECK tells; a module may print as well
+
 # Collecting garbage, of which importing leaves none to speak of, is a tenth of the time that importing takes; taking apart
 # what was imported, as an interpreter does at its end, is another.
-ANSWER = "imported: "
 CHECK = """
 import gc, importlib, json, os, sys
 gc.disable()
 versions = {}
-for name in sys.argv[1:]:
+for name in sys.argv[2:]:
     module = importlib.import_module(name)
     versions[name] = str(getattr(module, "__version__", ""))
     if not versions[name] and sys.version_info >= (3, 8):
         import importlib.metadata
         versions[name] = importlib.metadata.version(name)
-print("imported: " + json.dumps(versions), flush=True)
+print(sys.argv[1] + json.dumps(versions), flush=True)
 os._exit(0)
 """
 
@@ -327,7 +328,7 @@ def import_in(python, modules, effect):
     environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
     environment = setvars.applied(effect, environment)
     process = subprocess.Popen(
-        [python, "-c", CHECK] + list(modules),
+        [python, "-c", CHECK, ANSWER] + list(modules),
         env=environment,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,

@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import socket
 import statistics
 import subprocess
 import sys
@@ -27,6 +26,10 @@ from typing import Any
 import yaml
 
 REPOSITORY = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(REPOSITORY / "tests"))
+
+from one_machine import rank_environment  # noqa: E402
+
 COMMAND = Path(sys.executable).with_name("cluster-train")
 RANK = "tests/bench/ccl_rank.py"
 LIMIT_S = 300
@@ -120,22 +123,10 @@ def here(python: Path, ranks: int, backend: str) -> str:
 
 def launch(python: Path, ranks: int, backend: str, what: str) -> subprocess.CompletedProcess[str]:
     """The ranks, as one mpiexec."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    environment = {
-        **os.environ,
-        "PYTHONPATH": str(REPOSITORY / "remote"),
-        "PYTHONWARNINGS": "ignore",
-        "I_MPI_PIN": "0",
-        "OMP_NUM_THREADS": "1",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-    }
     hydra = ["timeout", str(LIMIT_S), python.with_name("mpiexec.hydra"), "-n", str(ranks)]
     return subprocess.run(
         [*hydra, python, REPOSITORY / RANK, backend, what],
-        env=environment,
+        env={**os.environ, **rank_environment()},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

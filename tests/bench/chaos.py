@@ -175,19 +175,15 @@ def ours(lab: Loopback) -> Iterator[tuple[str, NodeProcess]]:
         processes = {process.pid: process for process in node.processes()}
         for process in processes.values():
             kind = kind_of(process, processes.get(process.parent))
-            below = {kind_of(one, None) for one in descendants(process.pid)} if kind == "sshd" else set()
-            if "mpi daemon" in below:
-                kind = "sshd of mpirun"
-            elif kind == "sshd" and process.argv[-1].endswith(TITLES_AT_LOGIN):
-                kind = LOGIN
-            yield kind, process
+            below = {kind_of(one, None) for one in descendants(process.pid)} if kind in ("sshd", LOGIN) else set()
+            yield "sshd of mpirun" if "mpi daemon" in below else kind, process
 
 
 def kind_of(process: NodeProcess, parent: NodeProcess | None) -> str:
     """What a process is to a run, by its command line and its parent."""
     words = [Path(word).name for word in process.argv[:6]]
     if words[0].startswith("sshd"):
-        return "sshd"
+        return LOGIN if process.argv[-1].endswith(TITLES_AT_LOGIN) else "sshd"
     if words[0] == "ssh":
         return "ssh"
     if words[0].startswith(("mpiexec", "mpirun", "prterun")):

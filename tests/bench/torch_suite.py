@@ -13,7 +13,6 @@ import argparse
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -22,6 +21,10 @@ from collections import Counter
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(REPOSITORY / "tests"))
+
+from one_machine import rank_environment  # noqa: E402
+
 RANK = REPOSITORY / "tests" / "bench" / "torch_suite_rank.py"
 ROUND_LIMIT_S = 300
 
@@ -54,19 +57,12 @@ def launch(
     python: Path, ranks: int, backend: str, record: Path, tests: list[str] | None = None, limit_s: float = ROUND_LIMIT_S
 ) -> subprocess.CompletedProcess[str]:
     """The ranks, as one mpiexec, which ends at the first test that fails or at the time limit."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     environment = {
         **os.environ,
+        **rank_environment(),
         "PYTHONPATH": os.pathsep.join([str(REPOSITORY / "remote"), os.environ.get("PYTHONPATH", "")]),
-        "PYTHONWARNINGS": "ignore",
         "CCL_KVS_IFACE": "lo",
         "GLOO_SOCKET_IFNAME": "lo",
-        "I_MPI_PIN": "0",
-        "OMP_NUM_THREADS": "1",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
     }
     hydra = ["timeout", str(max(1, round(limit_s))), python.with_name("mpiexec.hydra"), "-n", str(ranks)]
     return subprocess.run(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import time
 from collections.abc import Sequence
@@ -13,6 +12,7 @@ from pathlib import Path
 import oneccl_wheel
 import pytest
 from commands import REPOSITORY
+from one_machine import rank_environment
 
 LIMIT_S = 600.0
 SCRIPTS = REPOSITORY / "tests" / "scripts"
@@ -32,21 +32,14 @@ def start(python: Path, size: int, script: Path, *arguments: str | Path, limit_s
     launcher = python.with_name("mpiexec.hydra")
     if not launcher.exists():
         pytest.skip(f"there is no Intel MPI beside {python}")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     environment = {
         "PATH": os.defpath,
         "HOME": os.environ["HOME"],
+        **rank_environment(),
         "PYTHONPATH": f"{REPOSITORY / 'remote'}:{REPOSITORY / 'tests'}",
-        "PYTHONWARNINGS": "ignore",
         "CLUSTER_TRAIN_ONECCL": str(oneccl_wheel.libraries()),
         "CCL_KVS_IFACE": "lo",
         "GLOO_SOCKET_IFNAME": "lo",
-        "I_MPI_PIN": "0",
-        "OMP_NUM_THREADS": "1",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
         **variables,
     }
     command: Sequence[str | Path] = [launcher, "-n", str(size), python, "-u", script, *arguments]
