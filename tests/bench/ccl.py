@@ -28,7 +28,7 @@ import yaml
 REPOSITORY = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(REPOSITORY / "tests"))
 
-from one_machine import rank_environment  # noqa: E402
+from one_machine import BOOTSTRAP, rank_environment  # noqa: E402
 
 COMMAND = Path(sys.executable).with_name("cluster-train")
 RANK = "tests/bench/ccl_rank.py"
@@ -125,7 +125,7 @@ def launch(python: Path, ranks: int, backend: str, what: str) -> subprocess.Comp
     """The ranks, as one mpiexec."""
     hydra = ["timeout", str(LIMIT_S), python.with_name("mpiexec.hydra"), "-n", str(ranks)]
     return subprocess.run(
-        [*hydra, python, REPOSITORY / RANK, backend, what],
+        [*hydra, python, BOOTSTRAP, REPOSITORY / RANK, backend, what],
         env={**os.environ, **rank_environment()},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -1,7 +1,6 @@
 """One rank of tests/bench/ccl.py: times collectives or a training step on one backend; rank 0 prints one JSON line.
 
-Usage: ccl_rank.py BACKEND both|start, under mpirun, with remote/ in the path unless bootstrap.py runs it. Each rank
-has one core.
+Usage: ccl_rank.py BACKEND both|start, under mpirun, run by bootstrap.py. Each rank has one core.
 """
 
 import importlib

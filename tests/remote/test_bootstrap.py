@@ -5,23 +5,20 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import textwrap
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 from interpreters import every_interpreter
+from one_machine import BOOTSTRAP, REPOSITORY, free_ports
 
 from orchestrator.planning.arguments import translate
 
-REPOSITORY = Path(__file__).resolve().parents[2]
-BOOTSTRAP = REPOSITORY / "remote" / "bootstrap.py"
 SCRIPTS = REPOSITORY / "tests" / "scripts"
 
 GUIDE_IMPORTS = """
@@ -311,14 +308,6 @@ SHIM = """
 """
 
 
-def free_ports(count: int) -> list[int]:
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]
-
-
 class Job:
     """What two ranks of a script printed: `ranks` as parsed JSON, in rank order; `notes`, all of them."""
 
@@ -434,8 +423,21 @@ def test_the_jobs_time_limit_holds_where_the_script_names_none(
 
 
 @pytest.mark.stack
-@pytest.mark.parametrize("end", ["pass", "sys.exit()", "sys.exit(0)"])
-def test_libraries_cannot_abort_a_script_that_has_ended_well(training_python: Path, tmp_path: Path, end: str) -> None:
+@pytest.mark.parametrize(
+    ("end", "code", "said"),
+    [
+        ("pass", 0, ""),
+        ("sys.exit()", 0, ""),
+        ("sys.exit(0)", 0, ""),
+        ("sys.exit(3)", 3, ""),
+        ("sys.exit(-1)", 255, ""),
+        ("sys.exit('wrong')", 1, "wrong\n"),
+        ("raise ValueError('wrong')", 1, "ValueError: wrong\n"),
+    ],
+)
+def test_libraries_cannot_abort_a_script_that_has_ended(
+    training_python: Path, tmp_path: Path, end: str, code: int, said: str
+) -> None:
     """What Python does at its end is done; what a C++ library does after that, which may be to abort, is not."""
     script = write(
         tmp_path / "script.py",
@@ -453,7 +455,8 @@ def test_libraries_cannot_abort_a_script_that_has_ended_well(training_python: Pa
 
     answer = run(BOOTSTRAP, script, interpreter=training_python)
 
-    assert (answer.returncode, answer.stdout) == (0, "done\nthread\nat exit\n"), answer.stderr
+    assert (answer.returncode, answer.stdout) == (code, "done\nthread\nat exit\n"), answer.stderr
+    assert answer.stderr.endswith(said) and answer.stderr.count("wrong\n") == bool(said)
     assert run(script, interpreter=training_python).returncode == -signal.SIGABRT
 
 

