@@ -7,6 +7,7 @@ import re
 import time
 
 STACKS_S = 25.0  # for the ranks to tell their stacks
+AGAIN_S = 10.0  # until a rank that could not be asked is asked again: its script may not have begun to listen
 # The innermost frames of a rank that waits for the others: torch's collectives, its store, MPI, oneCCL.
 WAITING = re.compile(
     r"distributed|\b(all_?reduce|all_?gather|reduce_scatter|broadcast|barrier|all_?to_?all|gloo|ccl|mpi4py)\b", re.I
@@ -21,7 +22,7 @@ class Stalls:
         self.told = None
         self._listener = listener
         self._timeout_s = timeout_s
-        self._asked_s = self._since_unix_s = self._known = None
+        self._asked_s = self._asked_last_s = self._since_unix_s = self._known = None
 
     def look(self) -> bool:
         """Compare; whether `told` has changed."""
@@ -36,13 +37,19 @@ class Stalls:
             self._asked_s, self._since_unix_s = now, time.time() - quiet_s
             for rank in living:
                 rank.stacks = None
-            self._listener.send({"stacks": True}, living)
-        known = [rank.number for rank in living if rank.stacks]
+            self._ask(living, now)
+        elif now - self._asked_last_s > AGAIN_S:
+            self._ask([rank for rank in living if rank.stacks and not rank.stacks["by"]], now)
+        known = [(rank.number, rank.stacks["by"]) for rank in living if rank.stacks]
         if known == self._known:
             return False
         self._known = known
         self.told = {"since_unix_s": self._since_unix_s, "ranks": [_about(rank, now) for rank in living]}
         return True
+
+    def _ask(self, ranks: list, now_s: float) -> None:
+        self._asked_last_s = now_s
+        self._listener.send({"stacks": True}, ranks)
 
     @property
     def is_known(self) -> bool:

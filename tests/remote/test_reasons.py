@@ -264,6 +264,34 @@ def test_a_stall_is_told_with_stacks_and_passes(node: Node) -> None:
     assert node.until_final("one")["state"] == "succeeded"
 
 
+LISTENS_LATE = """
+import faulthandler, os, signal, time
+number = signal.SIGRTMIN + 7
+faulthandler.unregister(number)
+while not os.path.exists("listen"):
+    time.sleep(0.05)
+faulthandler.register(number, open(os.environ["CLUSTER_TRAIN_STACKS"], "w"))
+while not os.path.exists("end"):
+    time.sleep(0.05)
+"""
+
+
+def test_a_rank_that_could_not_tell_its_stacks_is_asked_again(node: Node) -> None:
+    """A script may take longer to begin than the limit of a stall."""
+    node.limits = {"stall_timeout_s": 1.0}
+    node.start_alone(node.launch("one", LISTENS_LATE, size=1))
+
+    def told() -> dict[str, Any]:
+        ranks: list[dict[str, Any]] = (node.status("one")["stall"] or {"ranks": [{"by": None, "stacks": None}]})["ranks"]
+        return ranks[0]
+
+    assert until(lambda: told()["stacks"], "that there are none") == "the script does not answer the signal"
+    (node.run_dir("one") / "work" / "listen").touch()
+    assert until(lambda: told()["by"], "the stacks") == "faulthandler"
+    (node.run_dir("one") / "work" / "end").touch()
+    assert node.until_final("one")["state"] == "succeeded"
+
+
 IN_A_COLLECTIVE = """Thread 0x00007f (most recent call first):
   File "/usr/lib/python3.11/threading.py", line 331 in wait
 
