@@ -99,11 +99,7 @@ class Movements(Member):
     def gather(self, output_tensors, input_tensors, opts=GATHER):
         inputs, root = ccl_tensors.dense(input_tensors), opts.rootRank
         outputs = [ccl_tensors.dense(one) for one in output_tensors] if self.rank() == root else []
-        ccl_tensors.require(
-            len(outputs) in (0, len(inputs)) and all(len(one) == self.size() for one in outputs), "gather", "wrong lists%s", ""
-        )
-        for parts in outputs:
-            ccl_tensors.require_types("gather", parts + inputs)
+        self._require_lists("gather", outputs, inputs)
 
         def run():
             for index, given in enumerate(inputs):
@@ -126,11 +122,7 @@ class Movements(Member):
     def scatter(self, output_tensors, input_tensors, opts=SCATTER):
         outputs, root = ccl_tensors.dense(output_tensors), opts.rootRank
         inputs = [ccl_tensors.dense(one) for one in input_tensors] if self.rank() == root else []
-        ccl_tensors.require(
-            len(inputs) in (0, len(outputs)) and all(len(one) == self.size() for one in inputs), "scatter", "wrong lists%s", ""
-        )
-        for parts in inputs:
-            ccl_tensors.require_types("scatter", parts + outputs)
+        self._require_lists("scatter", inputs, outputs)
 
         def run():
             for index, output in enumerate(outputs):
@@ -143,6 +135,13 @@ class Movements(Member):
                         self._send(ccl_tensors.packed(part), rank)
 
         return self._issue("scatter", run, outputs, opts, "from %d %s" % (root, ccl_tensors.shapes(outputs)))
+
+    def _require_lists(self, operation, lists, tensors):
+        """At the root a list for each of `tensors`, with one of the same type for each rank; elsewhere none."""
+        fit = len(lists) in (0, len(tensors)) and all(len(parts) == self.size() for parts in lists)
+        ccl_tensors.require(fit, operation, "wrong lists%s", "")
+        for parts in lists:
+            ccl_tensors.require_types(operation, parts + tensors)
 
     def all_to_all_single(self, output, given, output_split_sizes, input_split_sizes, opts=None):
         output, given = ccl_tensors.dense([output])[0], ccl_tensors.dense([given])[0]
